@@ -1,0 +1,82 @@
+"""The contract of a training method: it declares phases, an engine runs them.
+
+A method never sees an optimizer, a device or a rank. What passes between phases is a record (``fewstep.records``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fewstep.records import rows
+from fewstep.shapes import Latents, PerSample
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One step of an iteration.
+
+    ``run`` is bound by parameter name: a role (``student``, ``teacher``, ...), a record given by an earlier phase
+    (``rollout``), ``batch``, ``draw``, and ``update`` (the number of the iteration). A phase without ``trains`` runs
+    without gradient and returns the record named ``gives``. A training phase returns ``{"role/name": loss of shape [b]}``;
+    the engine takes the mean over the global batch, sums the terms, and steps every role in ``trains``.
+    """
+
+    name: str
+    """Unique in the iteration; names the random streams too."""
+    run: Callable[..., Any]
+    gives: str | None = None
+    trains: tuple[str, ...] = ()
+    batch: int = 0
+    """Which batch of the iteration the phase and its records belong to."""
+    part: tuple[int, int] = (0, 1)
+    """(k, K): the phase sees the k-th of K equal parts of the global batch's rows."""
+
+
+class Method(Protocol):
+    """A training method. ``roles`` are those that must exist, ``trained`` those that own an optimizer."""
+
+    roles: tuple[str, ...]
+    trained: tuple[str, ...]
+    num_batches: int
+    """Batches that one iteration reads."""
+    row_parts: int
+    """The number of equal parts into which a phase cuts the global batch; it must divide the batch."""
+
+    def phases(self, iteration: int) -> Iterator[Phase]:
+        """The schedule of one iteration, written once."""
+        ...
+
+
+def descend(x0: Latents, gradient: Latents) -> PerSample:
+    """A loss whose gradient with respect to ``x0`` is ``gradient`` / numel of a sample.
+
+    Taken as a product in float32 (or wider): the value is meaningless, the gradient exact.
+    """
+    wide = torch.promote_types(x0.dtype, torch.float32)
+    return (x0.to(wide) * gradient.to(wide).detach()).flatten(1).mean(1)
+
+
+def input_gradient(loss_of: Callable[[Latents], PerSample], x0: Latents) -> tuple[Latents, PerSample]:
+    """numel x d loss / d x0 of every sample, and the loss of every sample, both detached.
+
+    The one autograd call that a method makes: it ends in a record, and no parameter receives a gradient.
+    """
+    with torch.enable_grad():
+        leaf = x0.detach().requires_grad_()
+        loss = loss_of(leaf)
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+    return gradient.float() * leaf[0].numel() if gradient.dtype != torch.float64 else gradient * leaf[0].numel(), loss.detach()
+
+
+def without_gradient(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """``function(*arguments)`` without a graph: a frozen role inside a training phase."""
+    with torch.no_grad():
+        return function(*arguments)
+
+
+__all__ = ["Method", "Phase", "descend", "input_gradient", "rows", "without_gradient"]
