@@ -1,0 +1,17 @@
+"""Errors that are the user's to mend: the command line prints them without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UserError(ValueError):
+    """Something in a recipe, a command or a file is wrong. The message names the place, the value and what to do."""
+
+
+class UserErrors(UserError):
+    """Several of them, reported at once."""
+
+    def __init__(self, errors: Sequence[str]):
+        super().__init__("\n".join(errors))
+        self.errors = tuple(errors)
