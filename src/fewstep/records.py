@@ -31,10 +31,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The student's samples, stopped on the way: the state ``x_stop`` at noise level ``sigma_stop``, and the student's
-    prediction ``x0`` there."""
+    """The student's samples, stopped on the way: ``stop`` is the index into the ladder, ``x_stop`` the state there, at
+    noise level ``sigma_stop``, and ``x0`` the student's prediction."""
 
     key: Keys
+    stop: int
     x_stop: Latents
     sigma_stop: Sigma
     x0: Latents

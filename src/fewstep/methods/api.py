@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from fewstep.records import rows
 from fewstep.shapes import Latents, PerSample
 
 
@@ -70,13 +68,5 @@ def input_gradient(loss_of: Callable[[Latents], PerSample], x0: Latents) -> tupl
         leaf = x0.detach().requires_grad_()
         loss = loss_of(leaf)
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-    return gradient.float() * leaf[0].numel() if gradient.dtype != torch.float64 else gradient * leaf[0].numel(), loss.detach()
-
-
-def without_gradient(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """``function(*arguments)`` without a graph: a frozen role inside a training phase."""
-    with torch.no_grad():
-        return function(*arguments)
-
-
-__all__ = ["Method", "Phase", "descend", "input_gradient", "rows", "without_gradient"]
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.to(wide) * leaf[0].numel(), loss.detach()

@@ -39,6 +39,16 @@ class FlowModel(Protocol):
     @property
     def geometry(self) -> Geometry: ...
 
+    @property
+    def num_layers(self) -> int:
+        """Blocks whose features can be read."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Width of a feature token."""
+        ...
+
     def velocity(self, x_t: Latents, sigma: Sigma, cond: Any) -> Latents:
         """The velocity at ``x_t``; float32 or wider, whatever the network computes in."""
         ...

@@ -1,0 +1,141 @@
+"""DMD2: improved distribution matching distillation (Yin et al., arXiv:2405.14867).
+
+    repeat
+        K times:
+            x0 <- rollout of the student, stopped at a random step         (backward simulation)
+            critic descends  flow matching on x0 as if it were data        (+ the discriminator's loss)
+        x_t <- x0 noised at one sigma a sample
+        g   <- (x0_critic(x_t) - x0_teacher(x_t)) / mean |x0 - x0_teacher(x_t)|     (teacher guided, critic not)
+        student descends  x0 . g / numel, x0 computed again with gradient  (+ softplus(-D(x0)))
+
+The teacher is frozen and may be larger than the others. The critic is the score of what the student makes now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fewstep.flow.path import add_noise, x0_from_velocity
+from fewstep.flow.sigmas import SigmaDensity, Uniform
+from fewstep.methods.api import Phase, descend, input_gradient
+from fewstep.methods.gan import GAN, GANSection
+from fewstep.methods.sft import draw_noise, draw_sigma, flow_matching_loss
+from fewstep.models.api import FlowModel
+from fewstep.models.guided import guided_velocity
+from fewstep.records import Batch, Rollout, Scores
+from fewstep.rng import Draw
+from fewstep.rollout.few_step import FewStep
+from fewstep.section import Section
+from fewstep.shapes import Latents, PerSample
+
+
+class DMD2Section(Section):
+    """Distribution matching distillation with a trained critic."""
+
+    name: Literal["dmd2"] = "dmd2"
+    critic_updates: int = Field(default=5, ge=1)
+    """Critic updates per student update (K)."""
+    critic_batches: Literal["fresh", "separate", "shared"] = "fresh"
+    """``fresh``: K rollouts, the last one also scored. ``separate``: one more, for the student. ``shared``: one rollout in
+    all, each critic update on its own K-th of the rows."""
+    critic_sigma: SigmaDensity = Uniform()
+    """Density of the noise level in the critic's flow matching."""
+    critic_warmup_updates: int = Field(default=0, ge=0)
+    """Critic updates before the first student update."""
+    score_sigma: SigmaDensity = Uniform(low=0.02, high=0.98)
+    """Density of the noise level at which teacher and critic are compared."""
+    guidance_scale: float = Field(default=1.0, ge=0)
+    """Guidance of the teacher's score: uncond + scale x (cond - uncond); 1 is off."""
+    guidance_rescale: float = Field(default=0.0, ge=0, le=1)
+    """How far the guided score is brought back to the standard deviation of the conditional one (arXiv:2305.08891)."""
+    gan: GANSection | None = None
+    """The adversarial term; left out, there is none and no discriminator."""
+
+
+class DMD2:
+    """K critic updates, then one student update, against scores that are computed once."""
+
+    def __init__(self, section: DMD2Section, rollout: FewStep):
+        self.section, self.rollout_of = section, rollout
+        self.gan = GAN(section.gan) if section.gan else None
+        head = ("discriminator",) if self.gan else ()
+        self.roles = ("student", "teacher", "critic", *head)
+        self.trained = ("student", "critic", *head)
+        self.critic_phase = ("critic", *head)
+        shared, extra = section.critic_batches == "shared", section.critic_batches == "separate"
+        self.num_batches = 1 if shared else section.critic_updates + extra
+        self.row_parts = section.critic_updates if shared else 1
+
+    def phases(self, iteration: int) -> Iterator[Phase]:
+        """An iteration of the warm-up has critic updates alone."""
+        num_critic, mode = self.section.critic_updates, self.section.critic_batches
+        warm_up = self.section.critic_warmup_updates - iteration * num_critic
+        updates = range(min(num_critic, warm_up) if warm_up > 0 else num_critic)
+        if mode == "shared":
+            yield Phase("rollout", self.rollout, gives="rollout")
+            for k in updates:
+                yield Phase(f"critic.{k}", self.critic_losses, trains=self.critic_phase, part=(k, num_critic))
+        else:
+            for k in updates:
+                yield Phase(f"rollout.{k}", self.rollout, gives="rollout", batch=k)
+                yield Phase(f"critic.{k}", self.critic_losses, trains=self.critic_phase, batch=k)
+        if warm_up > 0:
+            return
+        last = self.num_batches - 1
+        if mode == "separate":
+            yield Phase(f"rollout.{last}", self.rollout, gives="rollout", batch=last)
+        yield Phase("scores", self.scores, gives="scores", batch=last)
+        yield Phase("student", self.student_losses, trains=("student",), batch=last)
+
+    def rollout(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
+        return self.rollout_of(student, batch, draw)
+
+    def critic_losses(
+        self, critic: FlowModel, teacher: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
+    ) -> dict[str, PerSample]:
+        sigma = draw_sigma(self.section.critic_sigma, draw, "sigma", rollout.x0)
+        noise = draw_noise(draw, "noise", rollout.x0)
+        losses = {"critic/loss": flow_matching_loss(critic, rollout.x0, noise, sigma, batch.cond)}
+        if self.gan:
+            network = critic if self.gan.section.features == "critic" else teacher
+            assert batch.x0 is not None
+            losses |= self.gan.discriminator_losses(discriminator, network, batch.x0, rollout.x0, batch.cond, draw)
+        return losses
+
+    def scores(
+        self, teacher: FlowModel, critic: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
+    ) -> Scores:
+        x0, section = rollout.x0, self.section
+        sigma = draw_sigma(section.score_sigma, draw, "sigma", x0)
+        x_t = add_noise(x0, draw_noise(draw, "noise", x0), sigma)
+        guidance = {"scale": section.guidance_scale, "rescale": section.guidance_rescale}
+        teacher_velocity = guided_velocity(teacher, x_t, sigma, batch.cond, batch.uncond, **guidance)
+        x0_teacher = x0_from_velocity(x_t, teacher_velocity, sigma)
+        x0_critic = x0_from_velocity(x_t, critic.velocity(x_t, sigma, batch.cond), sigma)
+        gradient = dmd_gradient(x0, x0_teacher=x0_teacher, x0_critic=x0_critic)
+        losses = {"student/dmd_rms": gradient.square().flatten(1).mean(1).sqrt(), **moments(rollout)}
+        if self.gan:
+            gan, network = self.gan, critic if self.gan.section.features == "critic" else teacher
+            ascent, losses["student/gan"] = input_gradient(
+                lambda fake: gan.student_loss(discriminator, network, fake, batch.cond, draw), x0
+            )
+            gradient = gradient + ascent
+        return Scores(rollout.key, gradient, losses)
+
+    def student_losses(self, student: FlowModel, rollout: Rollout, scores: Scores, batch: Batch) -> dict[str, PerSample]:
+        return {"student/loss": descend(self.rollout_of.again(student, rollout, batch), scores.gradient)}
+
+
+def dmd_gradient(x0: Latents, *, x0_teacher: Latents, x0_critic: Latents, eps: float = 1e-6) -> Latents:
+    """(x0_critic - x0_teacher) / max(mean over the sample of |x0 - x0_teacher|, eps), in float32 or wider."""
+    scale = (x0 - x0_teacher).abs().mean(dim=(1, 2, 3, 4), keepdim=True)
+    return (x0_critic - x0_teacher) / scale.clamp_min(eps)
+
+
+def moments(rollout: Rollout) -> dict[str, PerSample]:
+    """Mean and standard deviation of every sample, named by the step at which the rollout stopped."""
+    x0 = rollout.x0.flatten(1)
+    return {f"latents/mean.stop{rollout.stop}": x0.mean(1), f"latents/std.stop{rollout.stop}": x0.std(1)}

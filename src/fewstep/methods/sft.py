@@ -1,0 +1,75 @@
+"""Flow matching on data: supervised fine-tuning, and the way a teacher is made (Lipman et al., arXiv:2210.02747).
+
+    repeat
+        x0, cond ~ data            sigma ~ density            noise ~ N(0, 1)
+        cond <- the null condition, for a share of the rows       (so that guidance is possible later)
+        x_t  = (1 - sigma) x0 + sigma noise
+        loss = mean (v(x_t, sigma, cond) - (noise - x0))^2
+        step the student
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fewstep.flow import path
+from fewstep.flow.sigmas import LogitNormal, SigmaDensity
+from fewstep.methods.api import Phase
+from fewstep.models.api import FlowModel
+from fewstep.records import Batch, select
+from fewstep.rng import Draw
+from fewstep.section import Section
+from fewstep.shapes import Latents, PerSample, Sigma
+
+
+class SFTSection(Section):
+    """Flow matching on data."""
+
+    name: Literal["sft"] = "sft"
+    sigma: SigmaDensity = LogitNormal()
+    """Density of the noise level, one draw a sample."""
+    cond_dropout: float = Field(default=0.1, ge=0, le=1)
+    """Share of the rows whose condition is replaced by the null condition."""
+
+
+class SFT:
+    """One training phase an iteration."""
+
+    roles = ("student",)
+    trained = ("student",)
+    num_batches = 1
+    row_parts = 1
+
+    def __init__(self, section: SFTSection):
+        self.section = section
+
+    def phases(self, iteration: int) -> Iterator[Phase]:
+        yield Phase("student", self.student_losses, trains=("student",))
+
+    def student_losses(self, student: FlowModel, batch: Batch, draw: Draw) -> dict[str, PerSample]:
+        cond = batch.cond
+        if self.section.cond_dropout and batch.uncond is not None:
+            cond = select(draw.uniform("cond_dropout") < self.section.cond_dropout, batch.uncond, cond)
+        assert batch.x0 is not None
+        sigma = draw_sigma(self.section.sigma, draw, "sigma", batch.x0)
+        noise = draw_noise(draw, "noise", batch.x0)
+        return {"student/loss": flow_matching_loss(student, batch.x0, noise, sigma, cond)}
+
+
+def flow_matching_loss(model: FlowModel, x0: Latents, noise: Latents, sigma: Sigma, cond: Any) -> PerSample:
+    """mean (v - (noise - x0))^2 of every sample, in float32 or wider."""
+    velocity = model.velocity(path.add_noise(x0, noise, sigma), sigma, cond)
+    return (velocity - path.velocity(x0, noise)).square().flatten(1).mean(1)
+
+
+def draw_sigma(density: SigmaDensity, draw: Draw, name: str, x0: Latents) -> Sigma:
+    """One noise level a sample, the same for all its frames."""
+    return density.sigma(draw.uniform(name))[:, None].expand(-1, x0.shape[1])
+
+
+def draw_noise(draw: Draw, name: str, x0: Latents) -> Latents:
+    """Standard normal noise in the shape and precision of ``x0``."""
+    return draw.normal(name, tuple(x0.shape[1:]), dtype=x0.dtype)

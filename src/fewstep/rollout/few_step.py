@@ -1,0 +1,125 @@
+"""The few-step rollout: the sampler of images and, stopped on the way, the training rollout of DMD2.
+
+"Backward simulation" (DMD2, arXiv:2405.14867): the student sees in training the states that it will see when it samples,
+since both come from this one loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+
+from fewstep.flow import solvers
+from fewstep.flow.path import x0_from_velocity
+from fewstep.flow.sigmas import ladder
+from fewstep.flow.solvers import Solver
+from fewstep.models.api import FlowModel
+from fewstep.models.guided import guided_velocity
+from fewstep.records import Batch, Rollout
+from fewstep.rng import Draw
+from fewstep.section import Section
+from fewstep.shapes import Keys, Latents, Sigma
+
+
+class SamplingSection(Section):
+    """How the trained network is sampled; travels with its weights. Give ``steps`` (with ``shift``) or ``sigmas``."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Number of network steps; the noise levels are the ladder of that many steps at ``shift``."""
+    shift: float = Field(default=1.0, gt=0)
+    """Shift of the ladder, applied once."""
+    sigmas: tuple[float, ...] | None = None
+    """The noise levels themselves: descending, the first 1, without 0; never shifted again."""
+    solver: Solver = "renoise"
+    """``renoise`` predicts x0 and noises it afresh (few-step students), ``ode`` takes Euler steps (teachers)."""
+    guidance_scale: float = Field(default=1.0, ge=0)
+    """uncond + scale x (cond - uncond); 1 is off."""
+
+    @model_validator(mode="after")
+    def _one_ladder(self) -> SamplingSection:
+        if (self.steps is None) == (self.sigmas is None):
+            raise ValueError("write exactly one of 'steps' and 'sigmas'")
+        levels = self.resolved()
+        if levels[0] != 1.0 or levels[-1] <= 0.0 or any(a <= b for a, b in zip(levels, levels[1:], strict=False)):
+            raise ValueError(f"'sigmas' must descend from 1 and end above 0, got {list(levels)}")
+        return self
+
+    def resolved(self) -> tuple[float, ...]:
+        """The noise levels that are run."""
+        return self.sigmas if self.sigmas is not None else ladder(self.steps or 1, self.shift)
+
+    def with_steps(self, steps: int) -> SamplingSection:
+        """The same sampler at another number of steps; at the trained number, the trained sampler itself."""
+        if steps == len(self.resolved()):
+            return self
+        return SamplingSection(steps=steps, shift=self.shift, solver=self.solver, guidance_scale=self.guidance_scale)
+
+
+@dataclass(frozen=True)
+class FewStep:
+    """A sampler that walks ``sigmas`` down from pure noise.
+
+    shape: of one sample, ``(f, c, h, w)``. dtype: of the noise, hence of the states (float32; float64 in tests).
+    """
+
+    sigmas: tuple[float, ...]
+    solver: Solver
+    shape: tuple[int, int, int, int]
+    guidance_scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, section: SamplingSection, shape: tuple[int, int, int, int]) -> FewStep:
+        return cls(section.resolved(), section.solver, shape, section.guidance_scale)
+
+    def __call__(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
+        """The training rollout: unguided, stopped at a random step that is the same for the whole job, never past it."""
+        stop = draw.shared_index("stop", len(self.sigmas))
+        return dataclasses.replace(self, guidance_scale=1.0).sample(student, batch.cond, None, draw, stop)
+
+    def again(self, student: FlowModel, rollout: Rollout, batch: Batch) -> Latents:
+        """The rollout's ``x0`` once more, with gradient: one forward at the stop. Valid while the student's weights are
+        those that made the rollout."""
+        velocity = student.velocity(rollout.x_stop, rollout.sigma_stop, batch.cond)
+        return x0_from_velocity(rollout.x_stop, velocity, rollout.sigma_stop)
+
+    def sample(self, model: FlowModel, cond: Any, uncond: Any | None, draw: Draw, stop: int | None = None) -> Rollout:
+        """Samples from pure noise; ``stop`` (an index into ``sigmas``) ends early with the prediction at that step.
+
+        The noise is a function of the draw's keys alone. One network call a step (of twice the rows when guided).
+        """
+        last = len(self.sigmas) - 1 if stop is None else stop
+        x_t = draw.normal("noise", self.shape, dtype=self.dtype)
+        for step in range(last):
+            sigma, sigma_next = self._level(step, draw.key), self._level(step + 1, draw.key)
+            velocity = self._velocity(model, x_t, sigma, cond, uncond)
+            if self.solver == "ode":
+                x_t = solvers.ode(x_t, velocity, sigma, sigma_next)
+            else:
+                noise = draw.normal(f"renoise.{step}", self.shape, dtype=self.dtype)
+                x_t = solvers.renoise(x_t, velocity, sigma, sigma_next, noise)
+        sigma = self._level(last, draw.key)
+        velocity = self._velocity(model, x_t, sigma, cond, uncond)
+        return Rollout(draw.key, last, x_t, sigma, x0_from_velocity(x_t, velocity, sigma))
+
+    def accept(self, rollout: Rollout) -> Rollout:
+        """A rollout that somebody else made, if it stands where it says. Raises ValueError if its noise level is not that
+        of its stop (it ran past the stop, or another ladder made it)."""
+        expected = self._level(rollout.stop, rollout.key)
+        if not 0 <= rollout.stop < len(self.sigmas) or not torch.equal(rollout.sigma_stop.to(expected), expected):
+            raise ValueError(
+                f"a rollout that stopped at step {rollout.stop} must stand at sigma {self.sigmas[rollout.stop]} of the "
+                f"ladder {list(self.sigmas)}, and this one stands at {rollout.sigma_stop.unique().tolist()}"
+            )
+        return rollout
+
+    def _velocity(self, model: FlowModel, x_t: Latents, sigma: Sigma, cond: Any, uncond: Any | None) -> Latents:
+        return guided_velocity(model, x_t, sigma, cond, uncond, scale=self.guidance_scale)
+
+    def _level(self, step: int, key: Keys) -> Sigma:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.full((len(key), self.shape[0]), self.sigmas[step], dtype=wide, device=key.device)
