@@ -1,0 +1,247 @@
+"""The Wan transformer (arXiv:2503.20314), text to video; an image is a clip of one frame.
+
+Precision. Parameters may be float32 (alone, or under autocast to bfloat16), float64 or bfloat16. Time embedding,
+modulation, norms, residual gates and the velocity are computed in float32 at least; the rest in the parameters' dtype,
+or in autocast's. The timestep, 1000 sigma, is never rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from fewstep.models.api import Geometry
+from fewstep.models.attention import attention
+from fewstep.models.precision import WideLayerNorm, WideLinear, WideRMSNorm, wide
+from fewstep.models.rope import Rotation, rotate, rotation
+from fewstep.models.wan.conditioner import ContextTokens, build_conditioner
+from fewstep.models.wan.sizes import Architecture, WanSection
+from fewstep.shapes import Latents, Sigma, Tokens
+
+NUM_TIMESTEPS = 1000
+"""Published Wan weights read the noise level as a timestep, 1000 sigma."""
+
+FrameTokens = Float[Tensor, "b f s d"]
+"""s tokens of each of f frames."""
+Modulation = Float[Tensor, "b f k d"]
+"""k vectors that shift, scale or gate all tokens of a frame."""
+
+
+class Wan(nn.Module):
+    """The network of a ``WanSection``: predicts the velocity ``noise - x0``.
+
+    Its weights are not drawn when it is built: ``initialise`` it or load a state dict. Public methods call private ones
+    and never each other, so that each can be wrapped by itself (FSDP2's ``register_fsdp_forward_method``).
+    """
+
+    def __init__(self, section: WanSection):
+        super().__init__()
+        self.section = section
+        shape = self._architecture = section.architecture
+        self.conditioner = build_conditioner(section.conditioner, shape.text_dim)
+        self.text_embedding = _TextEmbedding(shape.text_dim, shape.dim)
+        self.time_embedding = _TimeEmbedding(shape.freq_dim, shape.dim)
+        self.time_projection = WideLinear(shape.dim, 6 * shape.dim)
+        self.patch_embedding = _PatchEmbedding(shape.channels, shape.dim, shape.patch, stride=shape.patch)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.head = _Head(shape)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Channels, patch and compression of the latents."""
+        shape = self._architecture
+        return Geometry(channels=shape.channels, patch=shape.patch, compression=shape.compression)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return self._architecture.layers
+
+    @property
+    def width(self) -> int:
+        """Width of a feature token."""
+        return self._architecture.dim
+
+    def velocity(self, x_t: Latents, sigma: Sigma, cond: Any) -> Latents:
+        """The velocity at ``x_t``, float32 or wider. ``cond`` is the record of the section's conditioner."""
+        tokens, context, time, modulation, turn = self._embed(x_t, sigma, cond)
+        for block in self.blocks:
+            tokens = block(tokens, context, modulation, turn)
+        return _unpatch(self.head(tokens, time), x_t.shape, self._architecture.patch)
+
+    def features(self, x_t: Latents, sigma: Sigma, cond: Any, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
+        """The tokens after each of the blocks ``layers``; nothing runs after the last.
+
+        Raises ValueError unless ``layers`` are ascending block numbers from 0.
+        """
+        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.num_layers:
+            raise ValueError(f"layers {layers} must be ascending block numbers between 0 and {self.num_layers - 1}")
+        tokens, context, _, modulation, turn = self._embed(x_t, sigma, cond)
+        found = []
+        for layer, block in enumerate(self.blocks[: layers[-1] + 1]):
+            tokens = block(tokens, context, modulation, turn)
+            if layer in layers:
+                found.append(tokens.flatten(1, 2))
+        return tuple(found)
+
+    @torch.no_grad()
+    def initialise(self, generator: Generator) -> None:
+        """Draws all weights from a CPU generator in float32, in a fixed order, then casts and moves them.
+
+        The output projection starts at zero, so a new network predicts a velocity of zero; the modulation tables start
+        at N(0, 1 / dim), so its blocks are near the identity.
+        """
+        for name, parameter in self.named_parameters():
+            parameter.copy_(_initial(name, parameter.shape, generator))
+
+    def _embed(
+        self, x_t: Latents, sigma: Sigma, cond: Any
+    ) -> tuple[FrameTokens, ContextTokens, Tensor, Modulation, Rotation]:
+        shape = self._architecture
+        tokens, grid = self.patch_embedding(x_t)
+        precision = torch.promote_types(self.patch_embedding.weight.dtype, torch.float32)
+        time = self.time_embedding(NUM_TIMESTEPS * sigma.to(precision))
+        modulation = self.time_projection(F.silu(time)).unflatten(-1, (6, -1))
+        turn = rotation(shape.head_dim, grid, 0, x_t.device, precision)
+        return tokens, self.text_embedding(self.conditioner(cond)), time, modulation, turn
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention to the conditioning, feed-forward; the noise level shifts, scales and gates."""
+
+    def __init__(self, shape: Architecture):
+        super().__init__()
+        self.modulation = nn.Parameter(torch.empty(1, 6, shape.dim))
+        self.self_norm = WideLayerNorm(shape.dim, shape.eps, elementwise_affine=False)
+        self.self_attention = _Attention(shape)
+        self.cross_norm = WideLayerNorm(shape.dim, shape.eps)
+        self.cross_attention = _Attention(shape)
+        self.ffn_norm = WideLayerNorm(shape.dim, shape.eps, elementwise_affine=False)
+        self.ffn = _FeedForward(shape.dim, shape.ffn_dim)
+
+    def forward(
+        self, tokens: FrameTokens, context: ContextTokens, modulation: Modulation, turn: Rotation
+    ) -> FrameTokens:
+        """modulation: six vectors a frame, from the noise level. turn: the positions of the tokens."""
+        dtype = tokens.dtype
+        changes = (wide(self.modulation) + modulation).unsqueeze(-2).unbind(2)
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = changes
+        normed = torch.addcmul(shift, self.self_norm(tokens), 1 + scale).to(dtype).flatten(1, 2)
+        update = self.self_attention(normed, normed, turn).view_as(tokens)
+        tokens = torch.addcmul(wide(tokens), wide(update), gate).to(dtype)
+        normed = self.cross_norm(tokens).to(dtype).flatten(1, 2)
+        tokens = tokens + self.cross_attention(normed, context, None).view_as(tokens)
+        normed = torch.addcmul(ffn_shift, self.ffn_norm(tokens), 1 + ffn_scale).to(dtype)
+        return torch.addcmul(wide(tokens), wide(self.ffn(normed)), ffn_gate).to(dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Architecture):
+        super().__init__()
+        self.heads = shape.heads
+        self.q = nn.Linear(shape.dim, shape.dim)
+        self.k = nn.Linear(shape.dim, shape.dim)
+        self.v = nn.Linear(shape.dim, shape.dim)
+        self.o = nn.Linear(shape.dim, shape.dim)
+        self.norm_q = WideRMSNorm(shape.dim, shape.eps)
+        self.norm_k = WideRMSNorm(shape.dim, shape.eps)
+
+    def forward(self, tokens: Tokens, context: Tensor, turn: Rotation | None) -> Tokens:
+        """Attends from ``tokens`` to ``context``; with ``turn`` queries and keys carry their positions."""
+        q, k, v = self.norm_q(self.q(tokens)), self.norm_k(self.k(context)), self.v(context)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        return self.o(attention(q.to(v.dtype), k.to(v.dtype), v).flatten(2))
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.hidden = nn.Linear(dim, hidden)
+        self.output = nn.Linear(hidden, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(F.gelu(self.hidden(tokens), approximate="tanh"))
+
+
+class _TextEmbedding(_FeedForward):
+    """From the conditioner's tokens to those that the blocks attend to."""
+
+    def __init__(self, text_dim: int, dim: int):
+        super().__init__(text_dim, dim)
+        self.output = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.to(self.hidden.weight.dtype))
+
+
+class _TimeEmbedding(nn.Module):
+    """Cosines and sines of the timestep, then two layers; float32 or wider throughout."""
+
+    def __init__(self, num_frequencies: int, dim: int):
+        super().__init__()
+        self.half = num_frequencies // 2
+        self.hidden = WideLinear(num_frequencies, dim)
+        self.output = WideLinear(dim, dim)
+
+    def forward(self, timestep: Float[Tensor, "b f"]) -> Float[Tensor, "b f d"]:
+        steps = torch.arange(self.half, dtype=timestep.dtype, device=timestep.device)
+        angles = timestep.unsqueeze(-1) * torch.exp(-math.log(10000) * steps / self.half)
+        waves = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return self.output(F.silu(self.hidden(waves)))
+
+
+class _PatchEmbedding(nn.Conv3d):
+    """A convolution whose stride is its kernel, computed as the linear map that it is."""
+
+    def forward(self, x_t: Latents) -> tuple[FrameTokens, tuple[int, int, int]]:
+        """The tokens, and how many frames, rows and columns of them there are."""
+        patches = x_t.to(self.weight.dtype).movedim(2, 1)
+        for axis, size in zip((2, 4, 6), self.kernel_size, strict=True):
+            patches = patches.unflatten(axis, (-1, size))
+        b, c, f, pf, h, ph, w, pw = patches.shape
+        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, f, h * w, c * pf * ph * pw)
+        return F.linear(patches, self.weight.flatten(1), self.bias), (f, h, w)
+
+
+class _Head(nn.Module):
+    """The last norm, modulated by the noise level, and the projection to patches; float32 or wider."""
+
+    def __init__(self, shape: Architecture):
+        super().__init__()
+        self.modulation = nn.Parameter(torch.empty(1, 2, shape.dim))
+        self.norm = WideLayerNorm(shape.dim, shape.eps, elementwise_affine=False)
+        self.projection = WideLinear(shape.dim, shape.channels * math.prod(shape.patch))
+
+    def forward(self, tokens: FrameTokens, time: Float[Tensor, "b f d"]) -> Float[Tensor, "b f s p"]:
+        shift, scale = (wide(self.modulation) + time.unsqueeze(-2)).unsqueeze(-2).unbind(2)
+        return self.projection(torch.addcmul(shift, self.norm(tokens), 1 + scale))
+
+
+def _unpatch(patches: Float[Tensor, "b f s p"], size: torch.Size, patch: tuple[int, int, int]) -> Latents:
+    b, f, c, h, w = size
+    _, rows, columns = patch
+    grid = patches.view(b, f, h // rows, w // columns, rows, columns, c)
+    return grid.permute(0, 1, 6, 2, 4, 3, 5).reshape(b, f, c, h, w)
+
+
+def _initial(name: str, shape: torch.Size, generator: Generator) -> Tensor:
+    value = torch.empty(shape, dtype=torch.float32)
+    if name.endswith("bias") or name == "head.projection.weight":
+        return value.zero_()
+    if "norm" in name:
+        return value.fill_(1.0)
+    if name.endswith("modulation"):
+        return value.normal_(std=shape[-1] ** -0.5, generator=generator)
+    if name.startswith("conditioner"):
+        return value.normal_(generator=generator)
+    if name.startswith("time_embedding"):
+        return value.normal_(std=0.02, generator=generator)
+    nn.init.xavier_uniform_(value.view(shape[0], -1), generator=generator)
+    return value
