@@ -1,0 +1,46 @@
+"""What every test gets: checked tensor shapes, fixed seeds, one thread, no network, and a skip of ``gpu`` without CUDA."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+# Before torch is imported: one thread a worker (the workers share the cores), and no library asks the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline")
+
+import jaxtyping
+
+# Every annotated function of fewstep checks the shapes and types of what it takes and gives. The hook acts at import.
+assert not any(name.split(".")[0] == "fewstep" for name in sys.modules), "fewstep was imported before its shapes are checked"
+jaxtyping.install_import_hook("fewstep", "beartype.beartype")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("fewstep", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("fewstep")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test():
+    """Global generators restart for every test; the default dtype is given back, whatever the test did to it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
