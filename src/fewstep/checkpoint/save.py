@@ -1,0 +1,186 @@
+"""Checkpoints: one atomic folder for everything that a run needs to go on.
+
+``iteration-000300/`` holds one safetensors file for each named group of tensors (``student``, ``student.optimizer``,
+``ema``, ``critic``, ...), ``meta.json``, and the marker ``complete.json``, which lists every file with its size and
+SHA-256. Groups are opaque here: what goes into which is the engine's affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fewstep.checkpoint.atomic import REPLACED, dead_partials, remove_folder, written_aside
+from fewstep.checkpoint.meta import Meta
+from fewstep.checkpoint.tensor_file import read_tensors, write_tensors
+from fewstep.errors import UserError
+from fewstep.section import Section
+
+MARKER = "complete.json"
+META = "meta.json"
+_FOLDER = re.compile(rf"iteration-(\d+)({re.escape(REPLACED)})?")
+_GROUP = re.compile(r"\w[\w.-]*")
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written, and which ones stay."""
+
+    every: int = Field(ge=1)
+    """Iterations from one checkpoint to the next; the end of a run and an interruption write one too."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints at multiples of this many iterations stay as well; a multiple of ``every``."""
+
+    @model_validator(mode="after")
+    def _kept_ones_are_written(self) -> CheckpointSection:
+        if self.keep_every is not None and self.keep_every % self.every:
+            raise ValueError(f"'keep_every' must be a multiple of 'every' ({self.every}), got {self.keep_every}")
+        return self
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. The tensors stay on the disk until they are asked for."""
+
+    path: Path
+    meta: Meta
+    groups: tuple[str, ...]
+
+    def tensors(self, group: str) -> dict[str, Tensor]:
+        """The tensors of one group, on the CPU, bit for bit as saved; names that shared one tensor share one again.
+
+        Raises UserError if there is no such group, or its file is not the one that was written.
+        """
+        if group not in self.groups:
+            raise UserError(f"{self.path} has no group '{group}'; it holds {', '.join(self.groups)}")
+        file = self.path / f"{group}.safetensors"
+        _verify(file)
+        return read_tensors(file)
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Meta,
+    keep: CheckpointSection,
+) -> Path:
+    """Writes the checkpoint of ``meta.iteration``, then removes those that ``keep`` does not keep.
+
+    tensors: by group, then by name; any device. Returns the folder. Raises UserError if the disk is full or fails:
+    nothing of the new checkpoint stays, and no other is touched.
+    """
+    folder = checkpoints / f"iteration-{meta.iteration:06d}"
+    for group in tensors:
+        if not _GROUP.fullmatch(group):
+            raise ValueError(f"a group of tensors cannot be called {group!r}: its name becomes that of a file")
+    try:
+        with written_aside(folder) as partial:
+            for group, named in tensors.items():
+                write_tensors(partial / f"{group}.safetensors", named)
+            (partial / META).write_text(json.dumps(meta.to_json(), indent=1, allow_nan=False))
+            (partial / MARKER).write_text(json.dumps({"files": _inventory(partial)}, indent=1))
+    except (OSError, SafetensorError) as error:
+        needed = sum(tensor.nbytes for named in tensors.values() for tensor in named.values()) / 2**30
+        free = _free_bytes(checkpoints) / 2**30
+        raise UserError(
+            f"{folder}: the checkpoint could not be written: {error}. It needs {needed:.3g} GiB, {free:.3g} GiB are "
+            "free; make room, or lower checkpoint.keep_last. The older checkpoints are intact"
+        ) from error
+    _retain(checkpoints, keep)
+    return folder
+
+
+def newest_complete(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint, or None. Warns of every newer one that was cut off or is broken, by name."""
+    for partial in dead_partials(checkpoints):
+        warnings.warn(f"{partial}: a save that was cut off, ignored", stacklevel=2)
+    for _, path in reversed(_listing(checkpoints)):
+        flaw = _flaw(path)
+        if flaw is None:
+            return path
+        warnings.warn(f"{path}: this checkpoint is broken and skipped: {flaw}", stacklevel=2)
+    return None
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Opens one checkpoint folder. Raises UserError if it is not there or not complete, and says which one is."""
+    flaw = _flaw(path) if path.is_dir() else "there is no such folder"
+    if flaw is not None:
+        others = [str(other) for _, other in _listing(path.parent) if other != path and _flaw(other) is None]
+        instead = f"the newest complete one is {others[-1]}" if others else "there is no complete one beside it"
+        raise UserError(f"{path}: this checkpoint cannot be used: {flaw}; {instead}")
+    _verify(path / META)
+    groups = tuple(file.removesuffix(".safetensors") for file in _read_files(path) if file.endswith(".safetensors"))
+    return Checkpoint(path, Meta.from_json(json.loads((path / META).read_text()), path / META), groups)
+
+
+def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
+    return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _verify(file: Path) -> None:
+    if _sha256(file) != _read_files(file.parent)[file.name]["sha256"]:
+        raise UserError(f"{file}: its content is not what was written (SHA-256 differs); use another checkpoint")
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+
+
+def _read_files(path: Path) -> dict[str, dict[str, Any]]:
+    return json.loads((path / MARKER).read_text())["files"]
+
+
+def _flaw(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, as far as names and sizes tell; None if nothing is."""
+    try:
+        files = {name: entry["bytes"] for name, entry in _read_files(path).items()}
+    except FileNotFoundError:
+        return f"it has no {MARKER}, so its save never ended"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"its {MARKER} is damaged"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected:
+            return f"{name} has {file.stat().st_size} bytes instead of {expected}"
+    return None
+
+
+def _listing(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Every checkpoint folder by iteration, broken ones too; of one iteration, one that was replaced comes first."""
+    found = []
+    for path in checkpoints.glob("iteration-*"):
+        match = _FOLDER.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), match[2] is None, path))
+    return [(iteration, path) for iteration, _, path in sorted(found)]
+
+
+def _retain(checkpoints: Path, keep: CheckpointSection) -> None:
+    """Removes the complete checkpoints that nothing keeps; broken ones stay for whoever wants to look at them."""
+    complete = [(iteration, path) for iteration, path in _listing(checkpoints) if _flaw(path) is None]
+    best = dict(complete)
+    newest = sorted(best)[-keep.keep_last :]
+    for iteration, path in complete:
+        wanted = iteration in newest or (keep.keep_every is not None and iteration % keep.keep_every == 0)
+        if not wanted or path != best[iteration]:
+            remove_folder(path)
