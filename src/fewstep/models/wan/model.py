@@ -186,13 +186,13 @@ class _TimeEmbedding(nn.Module):
 
     def __init__(self, num_frequencies: int, dim: int):
         super().__init__()
-        self.half = num_frequencies // 2
+        self.num_waves = num_frequencies // 2
         self.hidden = WideLinear(num_frequencies, dim)
         self.output = WideLinear(dim, dim)
 
     def forward(self, timestep: Float[Tensor, "b f"]) -> Float[Tensor, "b f d"]:
-        steps = torch.arange(self.half, dtype=timestep.dtype, device=timestep.device)
-        angles = timestep.unsqueeze(-1) * torch.exp(-math.log(10000) * steps / self.half)
+        steps = torch.arange(self.num_waves, dtype=timestep.dtype, device=timestep.device)
+        angles = timestep.unsqueeze(-1) * torch.exp(-math.log(10000) * steps / self.num_waves)
         waves = torch.cat((angles.cos(), angles.sin()), dim=-1)
         return self.output(F.silu(self.hidden(waves)))
 

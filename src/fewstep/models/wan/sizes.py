@@ -40,7 +40,7 @@ class Architecture:
 
 _VIDEO = Architecture(16, (1, 2, 2), 1536, 30, 12, 8960, 4096, 256, compression=(4, 8, 8))
 
-SIZES: dict[str, Architecture] = {
+SIZES: dict[Size, Architecture] = {
     "nano": Architecture(1, (1, 4, 4), dim=128, layers=4, heads=4, ffn_dim=384, text_dim=64, freq_dim=64),
     "small": Architecture(1, (1, 4, 4), dim=256, layers=8, heads=4, ffn_dim=1024, text_dim=128, freq_dim=128),
     "1.3B": _VIDEO,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fewstep.errors import UserError
 from fewstep.models.wan.conditioner import ConditionerSection, EmbeddingSection
-from fewstep.models.wan.sizes import SIZES, WanSection
+from fewstep.models.wan.sizes import SIZES, Size, WanSection
 
 State = dict[str, Tensor]
 
@@ -106,7 +106,7 @@ def section_from_diffusers(config: Mapping[str, Any], conditioner: ConditionerSe
     for size, known in SIZES.items():
         if all(getattr(known, name) == value for name, value in shape.items()):
             return WanSection(size=size, conditioner=conditioner or EmbeddingSection())
-    size = "1.3B" if shape["channels"] == SIZES["1.3B"].channels else "nano"
+    size: Size = "1.3B" if shape["channels"] == SIZES["1.3B"].channels else "nano"
     given = {name: value for name, value in shape.items() if getattr(SIZES[size], name) != value}
     return WanSection(size=size, conditioner=conditioner or EmbeddingSection(), **given)
 
