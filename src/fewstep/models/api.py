@@ -58,6 +58,7 @@ class FlowModel(Protocol):
         ...
 
 
+@runtime_checkable
 class History(Protocol):
     """A KV cache of finished clean blocks: a value that is handed in and returned, never a state of a module."""
 
