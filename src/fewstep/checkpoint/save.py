@@ -27,6 +27,15 @@ from fewstep.checkpoint.tensor_file import read_tensors, write_tensors
 from fewstep.errors import UserError
 from fewstep.section import Section
 
+__all__ = [
+    "Checkpoint",
+    "CheckpointSection",
+    "Meta",
+    "load_checkpoint",
+    "newest_complete",
+    "save_checkpoint",
+]
+
 MARKER = "complete.json"
 META = "meta.json"
 _FOLDER = re.compile(rf"iteration-(\d+)({re.escape(REPLACED)})?")
@@ -55,7 +64,9 @@ class Checkpoint:
     """A complete checkpoint. The tensors stay on the disk until they are asked for."""
 
     path: Path
-    meta: Meta
+    iteration: int
+    meta: dict[str, Any]
+    """What ``meta.json`` holds; ``Meta.from_json`` reads it strictly."""
     groups: tuple[str, ...]
 
     def tensors(self, group: str) -> dict[str, Tensor]:
@@ -72,16 +83,18 @@ class Checkpoint:
 
 def save_checkpoint(
     checkpoints: Path,
+    iteration: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
-    meta: Meta,
+    meta: Mapping[str, Any],
     keep: CheckpointSection,
 ) -> Path:
-    """Writes the checkpoint of ``meta.iteration``, then removes those that ``keep`` does not keep.
+    """Writes the checkpoint of ``iteration``, then removes those that ``keep`` does not keep.
 
-    tensors: by group, then by name; any device. Returns the folder. Raises UserError if the disk is full or fails:
-    nothing of the new checkpoint stays, and no other is touched.
+    tensors: by group, then by name; any device. meta: whatever JSON can hold, without NaN; ``Meta.to_json()`` in a run.
+    Returns the folder. Raises UserError if the disk is full or fails: nothing of the new checkpoint stays, and no other
+    is touched.
     """
-    folder = checkpoints / f"iteration-{meta.iteration:06d}"
+    folder = checkpoints / f"iteration-{iteration:06d}"
     for group in tensors:
         if not _GROUP.fullmatch(group):
             raise ValueError(f"a group of tensors cannot be called {group!r}: its name becomes that of a file")
@@ -89,8 +102,8 @@ def save_checkpoint(
         with written_aside(folder) as partial:
             for group, named in tensors.items():
                 write_tensors(partial / f"{group}.safetensors", named)
-            (partial / META).write_text(json.dumps(meta.to_json(), indent=1, allow_nan=False))
-            (partial / MARKER).write_text(json.dumps({"files": _inventory(partial)}, indent=1))
+            (partial / META).write_text(json.dumps(dict(meta), indent=1, allow_nan=False))
+            (partial / MARKER).write_text(json.dumps({"iteration": iteration, "files": _inventory(partial)}, indent=1))
     except (OSError, SafetensorError) as error:
         needed = sum(tensor.nbytes for named in tensors.values() for tensor in named.values()) / 2**30
         free = _free_bytes(checkpoints) / 2**30
@@ -122,8 +135,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         instead = f"the newest complete one is {others[-1]}" if others else "there is no complete one beside it"
         raise UserError(f"{path}: this checkpoint cannot be used: {flaw}; {instead}")
     _verify(path / META)
-    groups = tuple(file.removesuffix(".safetensors") for file in _read_files(path) if file.endswith(".safetensors"))
-    return Checkpoint(path, Meta.from_json(json.loads((path / META).read_text()), path / META), groups)
+    iteration, files = _read_marker(path)
+    groups = tuple(file.removesuffix(".safetensors") for file in files if file.endswith(".safetensors"))
+    return Checkpoint(path, iteration, json.loads((path / META).read_text()), groups)
 
 
 def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
@@ -136,7 +150,8 @@ def _sha256(file: Path) -> str:
 
 
 def _verify(file: Path) -> None:
-    if _sha256(file) != _read_files(file.parent)[file.name]["sha256"]:
+    _, files = _read_marker(file.parent)
+    if _sha256(file) != files[file.name]["sha256"]:
         raise UserError(f"{file}: its content is not what was written (SHA-256 differs); use another checkpoint")
 
 
@@ -144,14 +159,17 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
 
 
-def _read_files(path: Path) -> dict[str, dict[str, Any]]:
-    return json.loads((path / MARKER).read_text())["files"]
+def _read_marker(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The iteration, and what is known of every file."""
+    marker = json.loads((path / MARKER).read_text())
+    return marker["iteration"], marker["files"]
 
 
 def _flaw(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, as far as names and sizes tell; None if nothing is."""
     try:
-        files = {name: entry["bytes"] for name, entry in _read_files(path).items()}
+        _, entries = _read_marker(path)
+        files = {name: entry["bytes"] for name, entry in entries.items()}
     except FileNotFoundError:
         return f"it has no {MARKER}, so its save never ended"
     except (ValueError, KeyError, TypeError, AttributeError):
