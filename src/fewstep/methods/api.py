@@ -36,7 +36,11 @@ class Phase:
 
 
 class Method(Protocol):
-    """A training method. ``roles`` are those that must exist, ``trained`` those that own an optimizer."""
+    """A training method. ``roles`` are those that must exist, ``trained`` those that own an optimizer.
+
+    Every method class also names its recipe section (``Section``, whose ``name`` is the method's) and is made from it by
+    ``of(section, rollout)``.
+    """
 
     roles: tuple[str, ...]
     trained: tuple[str, ...]

@@ -58,6 +58,8 @@ class DMD2Section(Section):
 class DMD2:
     """K critic updates, then one student update, against scores that are computed once."""
 
+    Section = DMD2Section
+
     def __init__(self, section: DMD2Section, rollout: FewStep):
         self.section, self.rollout_of = section, rollout
         self.gan = GAN(section.gan) if section.gan else None
@@ -68,6 +70,11 @@ class DMD2:
         shared, extra = section.critic_batches == "shared", section.critic_batches == "separate"
         self.num_batches = 1 if shared else section.critic_updates + extra
         self.row_parts = section.critic_updates if shared else 1
+
+    @classmethod
+    def of(cls, section: DMD2Section, rollout: FewStep) -> DMD2:
+        """The method of a recipe."""
+        return cls(section, rollout)
 
     def phases(self, iteration: int) -> Iterator[Phase]:
         """An iteration of the warm-up has critic updates alone."""

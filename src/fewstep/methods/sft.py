@@ -21,6 +21,7 @@ from fewstep.methods.api import Phase
 from fewstep.models.api import FlowModel
 from fewstep.records import Batch, select
 from fewstep.rng import Draw
+from fewstep.rollout.few_step import FewStep
 from fewstep.section import Section
 from fewstep.shapes import Latents, PerSample, Sigma
 
@@ -38,6 +39,7 @@ class SFTSection(Section):
 class SFT:
     """One training phase an iteration."""
 
+    Section = SFTSection
     roles = ("student",)
     trained = ("student",)
     num_batches = 1
@@ -45,6 +47,11 @@ class SFT:
 
     def __init__(self, section: SFTSection):
         self.section = section
+
+    @classmethod
+    def of(cls, section: SFTSection, rollout: FewStep) -> SFT:
+        """The method of a recipe; flow matching on data has no rollout."""
+        return cls(section)
 
     def phases(self, iteration: int) -> Iterator[Phase]:
         yield Phase("student", self.student_losses, trains=("student",))

@@ -73,8 +73,11 @@ class FewStep:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, section: SamplingSection, shape: tuple[int, int, int, int]) -> FewStep:
-        return cls(section.resolved(), section.solver, shape, section.guidance_scale)
+    def of(
+        cls, section: SamplingSection, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32
+    ) -> FewStep:
+        """The sampler that a recipe describes."""
+        return cls(section.resolved(), section.solver, shape, section.guidance_scale, dtype)
 
     def __call__(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
         """The training rollout: unguided, stopped at a random step that is the same for the whole job, never past it."""

@@ -1,0 +1,124 @@
+"""The engine of one process: all roles here, phases one after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewstep.data.batches import BatchSource
+from fewstep.engines.roles import Role
+from fewstep.methods.api import Method, Phase
+from fewstep.optim.ema import EMA
+from fewstep.optim.optimizer import RoleOptimizer
+from fewstep.records import Batch, assert_detached, concat, leaves, rows
+from fewstep.rng import Draw
+
+
+class ProcessEngine:
+    """Binds roles, records and batches to the phases of ``method``; owns backward, steps, EMA and micro-batches."""
+
+    def __init__(
+        self,
+        method: Method,
+        roles: dict[str, Role],
+        optimizers: dict[str, RoleOptimizer],
+        ema: EMA,
+        batches: BatchSource,
+        *,
+        seed: int,
+        micro_batch: int | None = None,
+    ):
+        self.method, self.roles, self.optimizers, self.ema, self.batches = method, roles, optimizers, ema, batches
+        self.seed, self.micro_batch = seed, micro_batch
+
+    def run(self, iteration: int) -> dict[str, Tensor]:
+        """All phases of one iteration; metrics stay on the device: the mean over a name's updates, counters their last."""
+        records: dict[str, Any] = {}
+        metrics: dict[str, list[Tensor]] = {}
+        batches: dict[int, Batch] = {}
+        for phase in self.method.phases(iteration):
+            if phase.batch not in batches:
+                batches[phase.batch] = self.batches.batch(iteration, phase.batch)
+            batch = batches[phase.batch]
+            if phase.gives:
+                records[phase.gives] = self._record(phase, iteration, batch, records)
+                losses = getattr(records[phase.gives], "losses", {})
+                report = {name: values.mean() for name, values in losses.items()}
+            else:
+                report = self._train(phase, iteration, batch, records)
+            for name, value in report.items():
+                metrics.setdefault(name, []).append(value)
+        return {
+            name: values[-1] if name.endswith(("/updates", "/skipped")) else torch.stack(values).mean()
+            for name, values in metrics.items()
+        }
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The weights and the optimizer of every trained role, and the EMA."""
+        groups = {name: dict(self.roles[name].network.state_dict()) for name in self.optimizers}
+        groups |= {f"{name}.optimizer": optimizer.state() for name, optimizer in self.optimizers.items()}
+        return groups | {"ema": self.ema.state()}
+
+    def load(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """The inverse of :meth:`state`; strict: a missing group or tensor raises KeyError or RuntimeError."""
+        for name, optimizer in self.optimizers.items():
+            self.roles[name].network.load_state_dict(state[name])
+            optimizer.load(state[f"{name}.optimizer"])
+        self.ema.load(state["ema"])
+
+    @torch.no_grad()
+    def _record(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> Any:
+        pieces = list(self._pieces(phase, iteration, batch, records))
+        record = concat([phase.run(**arguments) for arguments, _ in pieces])
+        assert_detached(record, phase.gives or phase.name)
+        return record
+
+    def _train(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> dict[str, Tensor]:
+        metrics: dict[str, Tensor] = {}
+        for arguments, share in self._pieces(phase, iteration, batch, records):
+            losses = {name: values.mean() * share for name, values in phase.run(**arguments).items()}
+            torch.stack(list(losses.values())).sum().backward()
+            for name, loss in losses.items():
+                metrics[name] = metrics.get(name, 0) + loss.detach()
+        norms = {name: self.optimizers[name].norm() for name in phase.trains}
+        finite = torch.stack([value.isfinite() for value in (*norms.values(), *metrics.values())]).all()
+        for name in phase.trains:
+            report = self.optimizers[name].step(norms[name], finite)
+            metrics |= {f"{name}/{key}": value for key, value in report.items()}
+        if "student" in phase.trains:
+            self.ema.update(self.optimizers["student"].updates, finite)
+        return metrics
+
+    def _pieces(
+        self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """The arguments of the phase for each micro-batch of its rows, and the micro-batch's share of those rows."""
+        (k, parts), total = phase.part, len(batch.key)
+        first, last = total * k // parts, total * (k + 1) // parts
+        size = min(self.micro_batch or last - first, last - first)
+        for start in range(first, last, size):
+            index = slice(start, min(start + size, last))
+            cut = rows(batch, index)
+            known = {
+                **self.roles,
+                **{name: rows(record, index) for name, record in records.items()},
+                "batch": cut,
+                "draw": Draw(self.seed, phase.name, iteration, cut.key),
+            }
+            yield {name: known.get(name) for name in parameters_of(phase.run)}, len(cut.key) / (last - first)
+
+
+@lru_cache(maxsize=256)
+def parameters_of(function: Any) -> tuple[str, ...]:
+    """The names by which a phase is bound: roles, records, ``batch``, ``draw``. An absent optional role binds to None."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def num_elements(network: nn.Module) -> int:
+    """Parameters of a network, frozen ones included."""
+    return sum(tensor.numel() for tensor in leaves(dict(network.named_parameters())))

@@ -1,0 +1,111 @@
+"""Roles: the views on networks that a method's phases are handed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from fewstep.models.api import Geometry
+from fewstep.models.families import ModelSection
+from fewstep.optim.optimizer import OptimizerSection
+from fewstep.optim.schedule import ScheduleSection
+from fewstep.section import Section
+from fewstep.shapes import Latents, Sigma, Tokens
+
+
+class FrozenSection(Section):
+    """A role that is never trained."""
+
+    init: str
+    """A run, a checkpoint, an export or a diffusers folder."""
+    weights: Literal["ema", "raw"] = "ema"
+    """Which weights of the run named in ``init``: the average, or the trained weights themselves."""
+
+
+class StudentSection(Section):
+    """The network that is trained to be used."""
+
+    init: str = "teacher"
+    """``teacher`` (its weights), ``random`` (with ``model``), or a run, a checkpoint, an export or a diffusers folder."""
+    weights: Literal["ema", "raw"] = "ema"
+    """Which weights of the run named in ``init``."""
+    model: ModelSection | None = None
+    """The network, where ``init`` is ``random``; else it is that of ``init``."""
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+
+
+class CriticSection(Section):
+    """The network that learns the score of what the student makes."""
+
+    init: str = "teacher"
+    """``teacher``, ``student``, ``random`` (with ``model``), or a run, a checkpoint, an export or a diffusers folder."""
+    weights: Literal["ema", "raw"] = "ema"
+    """Which weights of the run named in ``init``."""
+    model: ModelSection | None = None
+    """The network, where ``init`` is ``random``."""
+    optimizer: OptimizerSection | None = None
+    """The student's when left out."""
+    schedule: ScheduleSection | None = None
+    """The student's when left out."""
+
+
+class DiscriminatorRoleSection(Section):
+    """The head of the adversarial term."""
+
+    optimizer: OptimizerSection | None = None
+    """The critic's when left out."""
+    schedule: ScheduleSection | None = None
+    """The critic's when left out."""
+
+
+class Role:
+    """A network as a phase sees it: the model contract, computed in the engine's precision.
+
+    Float32 masters compute in bfloat16 under autocast, frozen weights are bfloat16 themselves; both give float32 back.
+    """
+
+    def __init__(self, name: str, network: nn.Module, precision: torch.dtype):
+        self.name, self.network, self.precision = name, network, precision
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.network.geometry  # type: ignore[return-value]
+
+    @property
+    def num_layers(self) -> int:
+        return self.network.num_layers  # type: ignore[return-value]
+
+    @property
+    def width(self) -> int:
+        return self.network.width  # type: ignore[return-value]
+
+    def velocity(self, x_t: Latents, sigma: Sigma, cond: Any) -> Latents:
+        with self._computing():
+            return self.network.velocity(x_t, sigma, cond)  # type: ignore[operator]
+
+    def features(self, x_t: Latents, sigma: Sigma, cond: Any, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
+        with self._computing():
+            return self.network.features(x_t, sigma, cond, layers)  # type: ignore[operator]
+
+    def __call__(self, features: tuple[Tokens, ...]) -> Tensor:
+        """What a discriminator says of features."""
+        return self.network(features)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name."""
+        return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        if self.precision != torch.bfloat16:
+            return nullcontext()
+        return torch.autocast(next(self.network.parameters()).device.type, dtype=torch.bfloat16)
+
+
+def freeze(network: nn.Module, precision: torch.dtype) -> nn.Module:
+    """The network as a frozen role: its weights in the precision it computes in, none of them trainable, for ever."""
+    return network.requires_grad_(False).to(precision).eval()

@@ -1,0 +1,209 @@
+"""From a recipe to a plan: everything is found and checked, nothing heavy is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+
+from fewstep.checkpoint.run_folder import Source, open_source
+from fewstep.config import Recipe
+from fewstep.data.api import Dataset
+from fewstep.data.sources import open_dataset
+from fewstep.engines.roles import CriticSection, StudentSection
+from fewstep.errors import UserError, UserErrors
+from fewstep.methods import METHODS
+from fewstep.methods.api import Method
+from fewstep.models.codec import IdentityCodec
+from fewstep.models.discriminator import Discriminator
+from fewstep.models.families import ModelSection, build
+from fewstep.optim.optimizer import OptimizerSection
+from fewstep.optim.schedule import ScheduleSection
+from fewstep.rollout.few_step import FewStep
+
+Shape = tuple[int, int, int, int]
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Where a role's network and weights come from, and how it is trained (``optimizer`` None: it is not).
+
+    source: None for weights drawn at random. model: None for the discriminator, whose size follows from its features.
+    """
+
+    model: ModelSection | None
+    source: Source | None
+    weights: Literal["ema", "raw"] = "ema"
+    optimizer: OptimizerSection | None = None
+    schedule: ScheduleSection | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that can run."""
+
+    recipe: Recipe
+    method: Method
+    sampler: FewStep
+    dataset: Dataset
+    codec: IdentityCodec
+    roles: dict[str, RolePlan]
+    device: torch.device
+    precision: torch.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.sampler.shape
+
+    def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
+        """A network for every role, its weights not yet set."""
+        with torch.device(device):
+            made = {name: build(role.model) for name, role in self.roles.items() if role.model is not None}
+            if "discriminator" in self.roles:
+                gan = self.recipe.method.gan
+                made["discriminator"] = Discriminator(made[gan.features].width, len(gan.layers or (0,)))
+        return made
+
+    def total_updates(self) -> dict[str, int]:
+        """Updates that each trained role will make in the whole run."""
+        totals = dict.fromkeys(self.method.trained, 0)
+        for iteration in range(self.recipe.iterations):
+            for phase in self.method.phases(iteration):
+                for name in phase.trains:
+                    totals[name] += 1
+        return totals
+
+
+def prepare(recipe: Recipe) -> Plan:
+    """Opens the data set and the sources of all roles (no weights), and checks that they fit together.
+
+    Raises UserError, or UserErrors with everything that is wrong at once.
+    """
+    device, precision = resolve_device(recipe)
+    dataset, codec = open_dataset(recipe.data), IdentityCodec(recipe.codec)
+    sampler = FewStep.of(recipe.sampling, dataset.shape, dtype=torch.promote_types(precision, torch.float32))
+    method_class = next(m for m in METHODS if isinstance(recipe.method, m.Section))
+    method = method_class.of(recipe.method, sampler)
+    roles = plan_roles(recipe, method)
+    plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
+    errors = [*misfits(plan), *odd_numbers(plan)]
+    if errors:
+        raise UserErrors(errors)
+    return plan
+
+
+def resolve_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
+    """The device and the precision that the engine section stands for on this machine."""
+    engine = recipe.engine
+    name = engine.device if engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"engine.device = {name}: this machine has no CUDA device; write 'cpu' or 'auto'")
+    automatic = "bfloat16" if device.type == "cuda" else "float32"
+    return device, PRECISIONS[automatic if engine.precision == "auto" else engine.precision]
+
+
+def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
+    """The roles of the method, in its order; the teacher first of all, since others may start from it."""
+    planned: dict[str, RolePlan] = {}
+    if "teacher" in method.roles:
+        assert recipe.teacher is not None
+        planned["teacher"] = _from_source("teacher", recipe.teacher.init, recipe.teacher.weights)
+    student = recipe.student
+    planned["student"] = _trained("student", student, planned, student.optimizer, student.schedule)
+    if "critic" in method.roles:
+        critic = recipe.critic or CriticSection()
+        optimizer, schedule = critic.optimizer or student.optimizer, critic.schedule or student.schedule
+        planned["critic"] = _trained("critic", critic, planned, optimizer, schedule)
+        if "discriminator" in method.roles:
+            head = recipe.discriminator
+            planned["discriminator"] = RolePlan(
+                None,
+                None,
+                optimizer=(head and head.optimizer) or optimizer,
+                schedule=(head and head.schedule) or schedule,
+            )
+    return {name: planned[name] for name in method.roles}
+
+
+def misfits(plan: Plan) -> list[str]:
+    """What does not fit between the data, the codec and the networks."""
+    errors, (_, channels, height, width) = [], plan.shape
+    networks = plan.networks("meta")
+    for name, role in plan.roles.items():
+        if role.model is None:
+            continue
+        geometry, network = networks[name].geometry, networks[name]
+        if geometry.channels != channels:
+            errors.append(f"{name}: its network has {geometry.channels} latent channels, the data {channels}")
+        try:
+            geometry.tokens_per_frame(height, width)
+        except ValueError as error:
+            errors.append(f"{name}: {error}; write another data.size, or {name}.model.patch")
+        classes = getattr(network.conditioner, "num_classes", None)
+        if classes is not None and classes != len(plan.dataset.classes):
+            errors.append(f"{name}: its network knows {classes} classes, the data set has {len(plan.dataset.classes)}")
+        codec = role.source.codec if role.source else None
+        if codec is not None and IdentityCodec.from_dict(codec).id != plan.codec.id:
+            errors.append(
+                f"codec: {name} ({role.source.path}) was trained on latents of {codec}, this recipe makes latents of "
+                f"{plan.recipe.codec.model_dump()}; write the codec of {name}"
+            )
+    conditioners = {name: role.model.conditioner for name, role in plan.roles.items() if role.model is not None}
+    for name, conditioner in conditioners.items():
+        if conditioner != conditioners["student"]:
+            errors.append(f"{name}: its conditioning is {conditioner!r}, the student's {conditioners['student']!r}")
+    return errors
+
+
+def odd_numbers(plan: Plan) -> list[str]:
+    """Counts that do not divide, layers that are not there."""
+    errors, recipe = [], plan.recipe
+    if recipe.data.batch % plan.method.row_parts:
+        errors.append(
+            f"data.batch = {recipe.data.batch}: 'critic_batches: shared' cuts it into {plan.method.row_parts} equal parts; "
+            f"write a multiple of {plan.method.row_parts}"
+        )
+    if recipe.data.batch > len(plan.dataset):
+        errors.append(f"data.batch = {recipe.data.batch}: the data set has {len(plan.dataset)} items; write that or fewer")
+    gan = getattr(recipe.method, "gan", None)
+    if gan is not None and gan.layers:
+        depth = plan.networks("meta")[gan.features].num_layers
+        if list(gan.layers) != sorted(set(gan.layers)) or gan.layers[0] < 0 or gan.layers[-1] >= depth:
+            errors.append(f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}")
+    return errors
+
+
+def _trained(
+    name: str,
+    section: StudentSection | CriticSection,
+    planned: dict[str, RolePlan],
+    optimizer: OptimizerSection,
+    schedule: ScheduleSection,
+) -> RolePlan:
+    if section.init == "random":
+        if section.model is None:
+            raise UserError(f"{name}.model is missing: 'init: random' needs the network's family and size")
+        start = RolePlan(section.model, None)
+    elif section.init in planned:
+        start = planned[section.init]
+    elif section.init in ("teacher", "student"):
+        raise UserError(f"{name}.init = {section.init}: this method has no such role; write 'random' or a path")
+    else:
+        start = _from_source(name, section.init, section.weights)
+    if section.init != "random" and section.model is not None and section.model != start.model:
+        raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
+    return RolePlan(start.model, start.source, start.weights, optimizer, schedule)
+
+
+def _from_source(name: str, path: str, weights: Literal["ema", "raw"]) -> RolePlan:
+    try:
+        source = open_source(Path(path))
+    except UserError as error:
+        raise UserError(f"{name}.init = {path}: {error}") from error
+    return RolePlan(TypeAdapter(ModelSection).validate_python(source.model), source, weights)
