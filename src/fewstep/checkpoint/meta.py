@@ -84,7 +84,7 @@ class Exported(Record):
     """The model section."""
     weights: Literal["ema", "raw"]
     """The average, or the trained weights themselves."""
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["float32", "bfloat16"]
     """Of the stored weights."""
     guidance: Literal["uncond + guidance_scale * (cond - uncond)"] = "uncond + guidance_scale * (cond - uncond)"
     """What guidance_scale means: 1 is off."""
@@ -96,5 +96,5 @@ class Exported(Record):
     """Latent frames of history that a causal network sees, the sink among them."""
     sink: int | None = None
     """First latent frames that never leave the window."""
-    scheduler: dict[str, Any] | None
-    """Settings under which diffusers' FlowMatchEulerDiscreteScheduler runs the noise levels by itself, if there are."""
+    scheduler: Literal["num_inference_steps", "sigmas"]
+    """What diffusers' scheduler in the folder is given: their number, or the noise levels themselves."""

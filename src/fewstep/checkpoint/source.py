@@ -1,7 +1,7 @@
 """What a user can name as a model: a run, a checkpoint, an export, or a plain diffusers folder.
 
-Opening reads descriptions alone; weights are read when they are asked for. Nothing that executes code (a pickle) is ever
-opened.
+Opening reads descriptions alone; weights are read when they are asked for. Nothing that executes code (a pickle) is
+ever opened.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Source:
     """Which weights of the student are there."""
     recipe: dict[str, Any] | None
     """The resolved recipe of the run."""
+    versions: dict[str, str]
+    """Of the programs that wrote the weights."""
     read: Callable[[Which, str], State] = field(repr=False, compare=False)
     """Reads a role's weights; ``weights`` is the checked way."""
 
@@ -129,6 +131,7 @@ def _open_checkpoint(checkpoint: Checkpoint, path: Path, kind: Literal["run", "c
         _dtype(checkpoint.path / "student.safetensors"),
         ("ema", "raw") if "ema" in checkpoint.groups else ("raw",),
         meta.recipe,
+        meta.versions,
         read,
     )
 
@@ -156,6 +159,7 @@ def _open_export(path: Path) -> Source:
         exported.dtype,
         (exported.weights,),
         None,
+        exported.versions,
         read,
     )
 
@@ -174,7 +178,7 @@ def _open_diffusers(path: Path, folder: Path) -> Source:
         return _fitting(_renamed(files, {}), model, folder)
 
     return Source(
-        "diffusers", path, None, model, None, None, "teacher", None, None, _dtype(files[0]), ("raw",), None, read
+        "diffusers", path, None, model, None, None, "teacher", None, None, _dtype(files[0]), ("raw",), None, {}, read
     )
 
 

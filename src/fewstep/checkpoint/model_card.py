@@ -1,0 +1,136 @@
+"""The README.md of an export: what it is, and how it is run with fewstep and with plain diffusers classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fewstep.checkpoint.meta import Exported
+from fewstep.checkpoint.source import Source
+
+
+def model_card(name: str, source: Source, exported: Exported, by_itself: bool) -> str:
+    """Markdown. ``by_itself``: the scheduler finds the noise levels from their number."""
+    parts = [
+        _head(name, exported),
+        _with_fewstep(exported),
+        _with_diffusers(exported, by_itself),
+        _quality(source),
+        _recipe(source),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(name: str, exported: Exported) -> str:
+    sampling, (frames, channels, height, width) = exported.sampling, exported.latent_shape
+    what = "an image" if frames == 1 else f"a video of {frames} latent frames"
+    steps = len(sampling.resolved())
+    rows = {
+        "Noise levels": ", ".join(f"{sigma:.6g}" for sigma in sampling.resolved()),
+        "Solver": sampling.solver,
+        "Guidance": f"{sampling.guidance_scale:g} ({exported.guidance}; 1 is off)",
+        "Latents": f"{frames} x {channels} x {height} x {width} (frames, channels, rows, columns)",
+        "Codec": f"`{exported.codec_id}`",
+        "Weights": f"{exported.weights}, {exported.dtype}, iteration {exported.iteration}",
+    }
+    if exported.classes is not None:
+        rows["Classes"] = ", ".join(exported.classes)
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return (
+        f"---\nlibrary_name: diffusers\ntags: [flow-matching, fewstep]\n---\n\n# {name}\n\n"
+        f"A {exported.stage} of the family {exported.model['family']} that makes {what} in {steps} "
+        f"step{'s' if steps > 1 else ''}, trained with fewstep.\n\n| | |\n| --- | --- |\n{table}"
+    )
+
+
+def _with_fewstep(exported: Exported) -> str:
+    label = " --label 0" if exported.classes is not None else ""
+    return (
+        f"## With fewstep\n\n```sh\nfewstep sample .{label} --seed 0\n```\n\nruns the network as it was trained; "
+        "nothing else needs to be said."
+    )
+
+
+def _with_diffusers(exported: Exported, by_itself: bool) -> str:
+    sampling, (frames, channels, height, width) = exported.sampling, exported.latent_shape
+    guided = sampling.guidance_scale != 1.0
+    by_label = exported.model["conditioner"]["name"] == "class_label"
+    code = ["import json", "from pathlib import Path", "", "import torch"]
+    code += ["from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel"]
+    code += ["from safetensors.torch import load_file"] if by_label else []
+    code += [
+        "",
+        'folder = Path(".")  # this folder',
+        'transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")',
+        'scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")',
+        'trained = json.loads((folder / "fewstep.json").read_text())',
+        "",
+    ]
+    code += _conditioning(by_label, guided)
+    code += [
+        "generator = torch.Generator().manual_seed(0)",
+        f"x_t = torch.randn(len(cond), {channels}, {frames}, {height}, {width}, generator=generator)",
+        f"scheduler.set_timesteps({len(sampling.resolved())})"
+        if by_itself
+        else 'scheduler.set_timesteps(sigmas=trained["sampling"]["sigmas"])',
+        "with torch.no_grad():",
+        "    for timestep in scheduler.timesteps:",
+        "        velocity = transformer(x_t, timestep.expand(len(x_t)), cond).sample",
+    ]
+    if guided:
+        code += [
+            "        without = transformer(x_t, timestep.expand(len(x_t)), uncond).sample",
+            f"        velocity = without + {sampling.guidance_scale!r} * (velocity - without)",
+        ]
+    code += ["        x_t = scheduler.step(velocity, timestep, x_t, generator=generator).prev_sample"]
+    if exported.codec["name"] == "identity":
+        code += [
+            'mean, std = (torch.tensor(trained["codec"][name]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))',
+            "pixels = (x_t * std + mean).clamp(-1, 1)  # batch, channel, frame, row, column, in [-1, 1]",
+        ]
+    return "## With diffusers\n\n```python\n" + "\n".join(code) + "\n```\n\n" + _about_scheduler(exported, by_itself)
+
+
+def _conditioning(by_label: bool, guided: bool) -> list[str]:
+    if not by_label:
+        return [
+            "# cond: prompt embeddings [batch, length, width] of the text encoder that the network was trained with"
+            + ("; uncond: those of the empty prompt" if guided else "")
+        ]
+    code = ['table = load_file(folder / "conditioner" / "conditioner.safetensors")["table"]  # the last row: no class']
+    code += ["label = torch.tensor([0, 1])", "cond = table[label].to(transformer.dtype)"]
+    return code + (["uncond = table[-1:].expand_as(cond).to(transformer.dtype)"] if guided else [])
+
+
+def _about_scheduler(exported: Exported, by_itself: bool) -> str:
+    steps = len(exported.sampling.resolved())
+    if not by_itself:
+        return (
+            "No setting of the scheduler gives these noise levels from their number: pass them, as above. A pipeline "
+            "that takes `num_inference_steps` alone runs others than those trained."
+        )
+    return (
+        f"The scheduler's settings give the trained noise levels from their number: `set_timesteps({steps})`, or "
+        f"`num_inference_steps={steps}` and `guidance_scale={exported.sampling.guidance_scale!r}` in a pipeline. Do not "
+        "pass `sigmas` to it as well: it would shift them once more."
+    )
+
+
+def _quality(source: Source) -> str:
+    file = _evaluation(source)
+    if file is None:
+        return ""
+    return f"## Measured quality\n\n```json\n{json.dumps(json.loads(file.read_text()), indent=1)}\n```"
+
+
+def _evaluation(source: Source) -> Path | None:
+    """What `fewstep eval` wrote in the run that the source belongs to."""
+    folder = source.path.resolve()
+    run = {"run": folder, "checkpoint": folder.parent.parent}.get(source.kind)
+    return run / "evaluation.json" if run is not None and (run / "evaluation.json").is_file() else None
+
+
+def _recipe(source: Source) -> str:
+    recipe: dict[str, Any] | None = source.recipe
+    return f"## Recipe\n\n```json\n{json.dumps(recipe, indent=1)}\n```" if recipe is not None else ""
