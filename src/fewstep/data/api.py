@@ -4,29 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Int64, UInt8
+from pydantic import Field
 from torch import Tensor
+
+from fewstep.section import Section
+
+Pixels = UInt8[Tensor, "b f c h w"]
+"""Brightness of every pixel, 0 black to 255 white. An image has f = 1."""
+
+Labels = Int64[Tensor, "b"]
+"""The index of every item's class in ``Dataset.classes``."""
+
+Split = Literal["train", "test"]
+
+
+class DatasetSection(Section):
+    """What every kind of data has in common."""
+
+    batch: int = Field(ge=1)
+    """Rows of one batch of the whole run, over all processes and micro-batches together."""
+    cache: str = "~/.cache/fewstep"
+    """Folder for downloads and decoded images; it may be deleted at any time and is made again when it is needed."""
 
 
 @dataclass(frozen=True)
 class Items:
     """Rows of a data set: ``pixels`` 0 to 255, ``label`` the index of the class."""
 
-    pixels: UInt8[Tensor, "b f c h w"]
-    label: Int64[Tensor, "b"]
+    pixels: Pixels
+    label: Labels
 
 
+@runtime_checkable
 class Dataset(Protocol):
     """A data set whose every problem (missing, unreadable, wrong size) was found when it was opened."""
 
-    classes: tuple[str, ...]
-    shape: tuple[int, int, int, int]
-    """Of one item: frames, channels, height, width."""
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes; a label is an index into them."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of one item: frames, channels, height, width."""
+        ...
 
     def __len__(self) -> int: ...
 
-    def items(self, ids: Sequence[int]) -> Items:
-        """The items ``ids`` in that order, on the CPU."""
+    def items(self, ids: Sequence[int] | Tensor) -> Items:
+        """The items ``ids`` (each from 0 to the length of the data set less 1) in that order, on the CPU."""
         ...

@@ -1,0 +1,23 @@
+"""The data sets that a recipe can name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from fewstep.data.api import Dataset, Split
+from fewstep.data.fashion_mnist import FashionMnist, FashionMnistSection
+from fewstep.data.image_folder import ImageFolder, ImageFolderSection
+
+DataSection = Annotated[FashionMnistSection | ImageFolderSection, Field(discriminator="name")]
+
+
+def open_dataset(section: FashionMnistSection | ImageFolderSection, split: Split = "train") -> Dataset:
+    """The data set that ``section`` describes: what is trained on, or the ``test`` split that evaluation compares with.
+
+    Raises UserError for everything that would stop the run later: nothing found, damaged files, wrong channels.
+    """
+    if isinstance(section, FashionMnistSection):
+        return FashionMnist(section, split)
+    return ImageFolder(section, split)
