@@ -1,9 +1,12 @@
 """Randomness without state: every draw is a pure function of what it is for.
 
-A value depends on the seed, the phase, the name of the draw, the iteration and the row's key, and on nothing else: not
-on the device, the number of processes, the cut into micro-batches, the order of the rows, or what was drawn before. So
-a resumed run needs no restored generator. The strings are hashed on the host (BLAKE2b); the values come from SplitMix64
-(Steele et al., OOPSLA 2014) applied to counters, in integer tensor arithmetic that wraps around.
+A value depends on the seed, the phase, the name of the draw, the iteration, the row's key and its place in the row, and
+on nothing else: not on the number of processes, the cut into micro-batches, the order of the rows, or what was drawn
+before. So a resumed run needs no restored generator. Every device draws the same bits; normal values differ between
+devices by the rounding of the logarithm, sine and cosine.
+
+The strings are hashed on the host (BLAKE2b); the values come from SplitMix64 (Steele et al., OOPSLA 2014) applied to
+counters, in integer tensor arithmetic that wraps around.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Draw:
         radius = halves[:, 0::2].to(wide).add_(0.5).abs_().mul_(2**-31).log_().mul_(-2).sqrt_()
         angle = halves[:, 1::2].to(wide).mul_(math.pi * 2**-31)
         values = torch.cat([torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)], dim=1)
-        return values[:, :numel].reshape(-1, *shape).to(dtype)
+        return values[:, :numel].reshape(len(self.key), *shape).to(dtype)
 
     def uniform(
         self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
@@ -55,7 +58,7 @@ class Draw:
         bits = 1 - round(math.log2(torch.finfo(dtype).eps))
         words = self._words("uniform", name, math.prod(shape))
         values = _shift_right(words, 64 - bits, words).to(dtype).mul_(2.0**-bits)
-        return values.reshape(-1, *shape)
+        return values.reshape(len(self.key), *shape)
 
     def shared_uniform(self, name: str) -> float:
         """One number in [0, 1) for all rows, hence the same in every process; no device takes part."""

@@ -6,7 +6,6 @@ of the draw. All arithmetic is in float64; levels are float32 and never leave [0
 
 from __future__ import annotations
 
-import textwrap
 from functools import cached_property
 from typing import Annotated, Literal, TypeVar
 
@@ -18,10 +17,10 @@ from fewstep.errors import UserError
 from fewstep.section import Section
 from fewstep.shapes import PerSample
 
-U = TypeVar("U", float, Tensor)
+Level = TypeVar("Level", float, Tensor)
 
 
-def shift(u: U, s: float) -> U:
+def shift(u: Level, s: float) -> Level:
     """The shifted noise level ``s u / (1 + (s - 1) u)`` of u in [0, 1] (Stable Diffusion 3, arXiv:2403.03206).
 
     Written so that 0 and 1 stay where they are exactly, and every u at s = 1. Takes a number or a tensor; a tensor is
@@ -139,10 +138,10 @@ class Grid(_Bounded):
     @model_validator(mode="after")
     def _occupied(self):
         if not self._inside:
-            nodes = ", ".join(f"{node:.4g}" for node in grid(self.nodes, self.shift))
+            lowest = grid(self.nodes, self.shift)[-1]
             raise ValueError(
-                f"no node lies between low {self.low} and high {self.high}: the grid of {self.nodes} nodes at shift "
-                f"{self.shift} has {textwrap.shorten(nodes, 60, placeholder=' ...')}; widen the bounds or write more nodes"
+                f"no node lies between low {self.low} and high {self.high}: {self.nodes} nodes at shift {self.shift} "
+                f"run from {lowest:.4g} to 1; widen the bounds or write more nodes"
             )
         return self
 
