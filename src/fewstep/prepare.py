@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
 from torch import nn
 
 from fewstep.checkpoint.run_folder import Source, open_source
-from fewstep.config import Recipe
+from fewstep.config import Recipe, method_of
 from fewstep.data.api import Dataset
 from fewstep.data.sources import open_dataset
 from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
-from fewstep.methods import METHODS
 from fewstep.methods.api import Method
-from fewstep.models.codec import IdentityCodec
+from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
 from fewstep.optim.optimizer import OptimizerSection
@@ -60,6 +59,11 @@ class Plan:
     def shape(self) -> Shape:
         return self.sampler.shape
 
+    @property
+    def models(self) -> dict[str, dict[str, Any]]:
+        """The resolved model section of every role that has one, as plain values."""
+        return {name: role.model.model_dump(mode="json") for name, role in self.roles.items() if role.model is not None}
+
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """A network for every role, its weights not yet set."""
         with torch.device(device):
@@ -87,8 +91,7 @@ def prepare(recipe: Recipe) -> Plan:
     device, precision = resolve_device(recipe)
     dataset, codec = open_dataset(recipe.data), IdentityCodec(recipe.codec)
     sampler = FewStep.of(recipe.sampling, dataset.shape, dtype=torch.promote_types(precision, torch.float32))
-    method_class = next(m for m in METHODS if isinstance(recipe.method, m.Section))
-    method = method_class.of(recipe.method, sampler)
+    method = method_of(recipe).of(recipe.method, sampler)
     roles = plan_roles(recipe, method)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
     errors = [*misfits(plan), *odd_numbers(plan)]
@@ -149,7 +152,7 @@ def misfits(plan: Plan) -> list[str]:
         if classes is not None and classes != len(plan.dataset.classes):
             errors.append(f"{name}: its network knows {classes} classes, the data set has {len(plan.dataset.classes)}")
         codec = role.source.codec if role.source else None
-        if codec is not None and IdentityCodec.from_dict(codec).id != plan.codec.id:
+        if codec is not None and IdentityCodec(IdentitySection.model_validate(codec)).id != plan.codec.id:
             errors.append(
                 f"codec: {name} ({role.source.path}) was trained on latents of {codec}, this recipe makes latents of "
                 f"{plan.recipe.codec.model_dump()}; write the codec of {name}"
@@ -162,20 +165,19 @@ def misfits(plan: Plan) -> list[str]:
 
 
 def odd_numbers(plan: Plan) -> list[str]:
-    """Counts that do not divide, layers that are not there."""
+    """More rows than items, layers that are not there."""
     errors, recipe = [], plan.recipe
-    if recipe.data.batch % plan.method.row_parts:
-        errors.append(
-            f"data.batch = {recipe.data.batch}: 'critic_batches: shared' cuts it into {plan.method.row_parts} equal parts; "
-            f"write a multiple of {plan.method.row_parts}"
-        )
     if recipe.data.batch > len(plan.dataset):
-        errors.append(f"data.batch = {recipe.data.batch}: the data set has {len(plan.dataset)} items; write that or fewer")
+        errors.append(
+            f"data.batch = {recipe.data.batch}: the data set has {len(plan.dataset)} items; write that or fewer"
+        )
     gan = getattr(recipe.method, "gan", None)
     if gan is not None and gan.layers:
         depth = plan.networks("meta")[gan.features].num_layers
         if list(gan.layers) != sorted(set(gan.layers)) or gan.layers[0] < 0 or gan.layers[-1] >= depth:
-            errors.append(f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}")
+            errors.append(
+                f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}"
+            )
     return errors
 
 
@@ -187,13 +189,9 @@ def _trained(
     schedule: ScheduleSection,
 ) -> RolePlan:
     if section.init == "random":
-        if section.model is None:
-            raise UserError(f"{name}.model is missing: 'init: random' needs the network's family and size")
         start = RolePlan(section.model, None)
     elif section.init in planned:
         start = planned[section.init]
-    elif section.init in ("teacher", "student"):
-        raise UserError(f"{name}.init = {section.init}: this method has no such role; write 'random' or a path")
     else:
         start = _from_source(name, section.init, section.weights)
     if section.init != "random" and section.model is not None and section.model != start.model:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import signal
-import time
-from importlib.metadata import version
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fewstep import __version__
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint
@@ -21,12 +22,13 @@ from fewstep.data.order import BatchOrder
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import Role, freeze
 from fewstep.errors import UserError
+from fewstep.evaluate.validation import Validator
 from fewstep.models.wan.parallelize import compile_blocks
+from fewstep.observe.observer import Observer
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
 from fewstep.prepare import Plan
 from fewstep.rng import generator
-from fewstep.watch import Watch
 
 
 def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
@@ -39,21 +41,33 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
     with run.lock(), StopRequest() as stop:
         engine = assemble(plan)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
+        saved = iteration if resume else None
         run.recipe.write_text(dump_recipe(recipe))
-        saved = iteration if resume else -1
-        with Watch(plan, run, engine, iteration, time_s) as watch:
+        run.environment.write_text(json.dumps(environment(plan), indent=1))
+        observer = Observer(
+            recipe.observe,
+            run.path,
+            name=recipe.name,
+            iterations=recipe.iterations,
+            recipe=recipe.model_dump(mode="json"),
+            iteration=iteration,
+            time_s=time_s,
+        )
+        validate = validator(plan, engine, run, observer)
+        try:
             while iteration < recipe.iterations and not stop.asked:
-                watch.iteration_begins()
                 metrics = engine.run(iteration)
                 iteration += 1
-                watch.iteration_ended(iteration, metrics)
-                if iteration % recipe.checkpoint.every == 0 and iteration < recipe.iterations:
-                    saved = save(engine, plan, run, iteration, watch.time_s)
+                observer.train(iteration, metrics, recipe.data.batch)
+                last = iteration == recipe.iterations
+                if last or iteration % recipe.checkpoint.every == 0:
+                    saved = save(engine, plan, run, observer, iteration)
+                validate(iteration, last)
             if saved != iteration:
-                save(engine, plan, run, iteration, watch.time_s)
-            finished = iteration >= recipe.iterations
-            watch.finish(finished, iteration)
-    return finished
+                save(engine, plan, run, observer, iteration)
+        finally:
+            observer.close(_farewell(run, iteration >= recipe.iterations))
+    return iteration >= recipe.iterations
 
 
 def assemble(plan: Plan) -> ProcessEngine:
@@ -72,7 +86,7 @@ def assemble(plan: Plan) -> ProcessEngine:
     roles, optimizers, totals = {}, {}, plan.total_updates()
     for name, network in networks.items():
         role = plan.roles[name]
-        network = network.to(plan.device, masters) if role.optimizer else freeze(network.to(plan.device), plan.precision)
+        network = network.to(plan.device, masters) if role.optimizer else freeze(network, plan.device, plan.precision)
         if recipe.engine.compile and name != "discriminator":
             compile_blocks(network)
         roles[name] = Role(name, network, plan.precision)
@@ -102,22 +116,42 @@ def batch_source(plan: Plan, student: Role) -> BatchSource:
     return BatchSource(plan.dataset, order, lambda pixels: plan.codec.encode(pixels).to(dtype), condition, plan.device)
 
 
-def save(engine: ProcessEngine, plan: Plan, run: RunFolder, iteration: int, time_s: float) -> int:
-    """Writes the checkpoint of ``iteration``; returns that number."""
-    meta = Meta(
-        iteration=iteration,
-        recipe=plan.recipe.model_dump(mode="json"),
-        models={name: role.model.model_dump(mode="json") for name, role in plan.roles.items() if role.model is not None},
-        sampling=plan.recipe.sampling,
-        codec=plan.codec.section.model_dump(mode="json"),
-        stage="teacher" if plan.recipe.method.name == "sft" else "student",
-        classes=plan.dataset.classes,
-        latent_shape=plan.shape,
-        counters={name: int(optimizer.updates) for name, optimizer in engine.optimizers.items()},
-        time_s=time_s,
-        versions=versions(),
+def validator(plan: Plan, engine: ProcessEngine, run: RunFolder, observer: Observer) -> Callable[[int, bool], None]:
+    """A function of (iteration, whether it is the last) that validates the averaged student when it is due."""
+    section = plan.recipe.validation
+    if section is None:
+        return lambda iteration, last: None
+    student = engine.roles["student"]
+    check = Validator(
+        section, plan.recipe.sampling, plan.dataset, plan.codec, student.network.conditioner, run, plan.device
     )
-    save_checkpoint(run.checkpoints, iteration, engine.state(), meta.to_json(), plan.recipe.checkpoint)
+
+    def validate(iteration: int, last: bool) -> None:
+        if last or iteration % section.every == 0:
+            with observer.phase("validation"), engine.ema.swapped():
+                results = check(iteration, student)
+            observer.validation(iteration, results)
+
+    return validate
+
+
+def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, iteration: int) -> int:
+    """Writes the checkpoint of ``iteration``; returns that number."""
+    with observer.phase("checkpoint"):
+        meta = Meta(
+            iteration=iteration,
+            recipe=plan.recipe.model_dump(mode="json"),
+            models=plan.models,
+            sampling=plan.recipe.sampling,
+            codec=plan.codec.section.model_dump(mode="json"),
+            stage="student" if "teacher" in plan.method.roles else "teacher",
+            classes=plan.dataset.classes,
+            latent_shape=plan.shape,
+            counters={name: int(optimizer.updates) for name, optimizer in engine.optimizers.items()},
+            time_s=observer.clock.elapsed_s,
+            versions=versions(),
+        )
+        save_checkpoint(run.checkpoints, iteration, engine.state(), meta.to_json(), plan.recipe.checkpoint)
     return iteration
 
 
@@ -128,16 +162,30 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
         return 0, 0.0
     checkpoint = load_checkpoint(newest)
     meta = Meta.from_json(checkpoint.meta, newest)
-    expected = {name: role.model.model_dump(mode="json") for name, role in plan.roles.items() if role.model is not None}
-    if meta.models != expected:
-        raise UserError(f"{newest}: its networks are {meta.models}, the recipe's are {expected}; resume with its own recipe")
+    if meta.models != plan.models:
+        raise UserError(
+            f"{newest}: its networks are {meta.models}, the recipe's {plan.models}; resume with its own recipe"
+        )
     engine.load({group: checkpoint.tensors(group) for group in checkpoint.groups})
     return checkpoint.iteration, meta.time_s
 
 
 def versions() -> dict[str, str]:
     """Of what decides the numbers."""
-    return {"fewstep": version("fewstep"), "torch": torch.__version__, "python": platform.python_version()}
+    return {"fewstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def environment(plan: Plan) -> dict[str, Any]:
+    """What the run was made with, for its report."""
+    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else platform.processor() or "CPU"
+    precision = str(plan.precision).removeprefix("torch.")
+    return {**versions(), "device": device, "precision": precision, "threads": torch.get_num_threads()}
+
+
+def _farewell(run: RunFolder, finished: bool) -> str:
+    if finished:
+        return f"Everything is in {run.path}. Look at it: fewstep sample {run.path}"
+    return f"Checkpoint saved. Go on with: fewstep train --resume {run.path}"
 
 
 class StopRequest:

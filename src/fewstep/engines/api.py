@@ -1,7 +1,7 @@
 """The contract of an engine: it runs the phases that a method declares, on roles, records and batches.
 
-An engine decides where a role lives, how its weights are kept, and how a record gets from one role to another; the method
-decides everything else.
+An engine decides where a role lives, how its weights are kept, and how a record gets from one role to another; the
+method decides everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EngineSection(Section):
     device: str = "auto"
     """``auto`` takes the GPU where there is one; else ``cpu``, ``cuda``, ``cuda:1``."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """What the networks compute in; ``auto`` is bfloat16 on a GPU, else float32. Trained weights stay float32 masters."""
+    """What the networks compute in; ``auto`` is bfloat16 on a GPU, else float32. Trained weights stay float32."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Most rows that run at once; the batch is cut into pieces of this size, with the same result."""
     compile: bool = False
@@ -37,7 +37,7 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Groups of tensors (``student``, ``student.optimizer``, ``ema``, ...) from which :meth:`load` goes on exactly."""
+        """Groups of tensors (``student``, ``student.optimizer``, ``ema``, ...); :meth:`load` goes on from them."""
         ...
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None: ...

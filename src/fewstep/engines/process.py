@@ -37,7 +37,7 @@ class ProcessEngine:
         self.seed, self.micro_batch = seed, micro_batch
 
     def run(self, iteration: int) -> dict[str, Tensor]:
-        """All phases of one iteration; metrics stay on the device: the mean over a name's updates, counters their last."""
+        """All phases of one iteration. Metrics stay on the device: means over the iteration, of counters the last."""
         records: dict[str, Any] = {}
         metrics: dict[str, list[Tensor]] = {}
         batches: dict[int, Batch] = {}
@@ -115,7 +115,7 @@ class ProcessEngine:
 
 @lru_cache(maxsize=256)
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """The names by which a phase is bound: roles, records, ``batch``, ``draw``. An absent optional role binds to None."""
+    """The names by which a phase is bound: roles, records, ``batch``, ``draw``; what is absent binds to None."""
     return tuple(inspect.signature(function).parameters)
 
 

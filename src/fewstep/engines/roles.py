@@ -30,7 +30,7 @@ class StudentSection(Section):
     """The network that is trained to be used."""
 
     init: str = "teacher"
-    """``teacher`` (its weights), ``random`` (with ``model``), or a run, a checkpoint, an export or a diffusers folder."""
+    """``teacher``, ``random`` (with ``model``), or a run, a checkpoint, an export or a diffusers folder."""
     weights: Literal["ema", "raw"] = "ema"
     """Which weights of the run named in ``init``."""
     model: ModelSection | None = None
@@ -43,7 +43,7 @@ class CriticSection(Section):
     """The network that learns the score of what the student makes."""
 
     init: str = "teacher"
-    """``teacher``, ``student``, ``random`` (with ``model``), or a run, a checkpoint, an export or a diffusers folder."""
+    """``teacher``, ``student``, ``random`` (with ``model``), or a run, a checkpoint, an export, a diffusers folder."""
     weights: Literal["ema", "raw"] = "ema"
     """Which weights of the run named in ``init``."""
     model: ModelSection | None = None
@@ -106,6 +106,6 @@ class Role:
         return torch.autocast(next(self.network.parameters()).device.type, dtype=torch.bfloat16)
 
 
-def freeze(network: nn.Module, precision: torch.dtype) -> nn.Module:
+def freeze(network: nn.Module, device: torch.device, precision: torch.dtype) -> nn.Module:
     """The network as a frozen role: its weights in the precision it computes in, none of them trainable, for ever."""
-    return network.requires_grad_(False).to(precision).eval()
+    return network.requires_grad_(False).to(device, precision).eval()

@@ -19,9 +19,9 @@ class Phase:
     """One step of an iteration.
 
     ``run`` is bound by parameter name: a role (``student``, ``teacher``, ...), a record given by an earlier phase
-    (``rollout``), ``batch``, ``draw``, and ``update`` (the number of the iteration). A phase without ``trains`` runs
-    without gradient and returns the record named ``gives``. A training phase returns ``{"role/name": loss of shape [b]}``;
-    the engine takes the mean over the global batch, sums the terms, and steps every role in ``trains``.
+    (``rollout``), ``batch`` and ``draw``. A phase without ``trains`` runs without gradient and returns the record named
+    ``gives``. A training phase returns ``{"role/name": loss of shape [b]}``; the engine takes the mean over the global
+    batch, sums the terms, and steps every role in ``trains``.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Phase:
 class Method(Protocol):
     """A training method. ``roles`` are those that must exist, ``trained`` those that own an optimizer.
 
-    Every method class also names its recipe section (``Section``, whose ``name`` is the method's) and is made from it by
-    ``of(section, rollout)``.
+    Every method class also names its recipe section (``Section``, whose ``name`` is the method's) and is made from it
+    by ``of(section, rollout)``.
     """
 
     roles: tuple[str, ...]

@@ -39,8 +39,8 @@ class DMD2Section(Section):
     critic_updates: int = Field(default=5, ge=1)
     """Critic updates per student update (K)."""
     critic_batches: Literal["fresh", "separate", "shared"] = "fresh"
-    """``fresh``: K rollouts, the last one also scored. ``separate``: one more, for the student. ``shared``: one rollout in
-    all, each critic update on its own K-th of the rows."""
+    """``fresh``: K rollouts, the last one also scored. ``separate``: one more, for the student. ``shared``: one rollout
+    in all, each critic update on its own K-th of the rows."""
     critic_sigma: SigmaDensity = Uniform()
     """Density of the noise level in the critic's flow matching."""
     critic_warmup_updates: int = Field(default=0, ge=0)
@@ -132,7 +132,9 @@ class DMD2:
             gradient = gradient + ascent
         return Scores(rollout.key, gradient, losses)
 
-    def student_losses(self, student: FlowModel, rollout: Rollout, scores: Scores, batch: Batch) -> dict[str, PerSample]:
+    def student_losses(
+        self, student: FlowModel, rollout: Rollout, scores: Scores, batch: Batch
+    ) -> dict[str, PerSample]:
         return {"student/loss": descend(self.rollout_of.again(student, rollout, batch), scores.gradient)}
 
 

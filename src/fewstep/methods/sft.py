@@ -1,11 +1,11 @@
 """Flow matching on data: supervised fine-tuning, and the way a teacher is made (Lipman et al., arXiv:2210.02747).
 
-    repeat
-        x0, cond ~ data            sigma ~ density            noise ~ N(0, 1)
-        cond <- the null condition, for a share of the rows       (so that guidance is possible later)
-        x_t  = (1 - sigma) x0 + sigma noise
-        loss = mean (v(x_t, sigma, cond) - (noise - x0))^2
-        step the student
+repeat
+    x0, cond ~ data            sigma ~ density            noise ~ N(0, 1)
+    cond <- the null condition, for a share of the rows       (so that guidance is possible later)
+    x_t  = (1 - sigma) x0 + sigma noise
+    loss = mean (v(x_t, sigma, cond) - (noise - x0))^2
+    step the student
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class EMA:
     def __init__(self, parameters: Mapping[str, nn.Parameter], section: EMASection):
         self.parameters, self.section = dict(parameters), section
         self.shadows = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in self.parameters.items()
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self.parameters.items()
         }
 
     @torch.no_grad()

@@ -36,8 +36,8 @@ class OptimizerSection(Section):
 class RoleOptimizer:
     """AdamW over the named parameters of one role.
 
-    updates, skipped: 0-dim int64 counters on the device. A skipped update changes neither weights, moments, the learning
-    rate's progress nor (through ``updates``) the EMA.
+    updates, skipped: 0-dim int64 counters on the device. A skipped update changes neither weights nor moments nor the
+    progress of the learning rate.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class RoleOptimizer:
         some = next(iter(self.parameters.values()))
         self.updates = torch.zeros((), dtype=torch.int64, device=some.device)
         self.skipped = torch.zeros_like(self.updates)
-        self._lr = torch.zeros((), dtype=torch.float64 if some.dtype == torch.float64 else torch.float32, device=some.device)
+        self._lr = torch.zeros(
+            (), dtype=torch.float64 if some.dtype == torch.float64 else torch.float32, device=some.device
+        )
         self._adamw = torch.optim.AdamW(
             list(self.parameters.values()),
             lr=self._lr,
@@ -77,7 +79,12 @@ class RoleOptimizer:
         self._adamw.zero_grad(set_to_none=True)
         self.updates += finite
         self.skipped += ~finite
-        return {"grad_norm": norm, "lr": self._lr.clone(), "updates": self.updates.clone(), "skipped": self.skipped.clone()}
+        return {
+            "grad_norm": norm,
+            "lr": self._lr.clone(),
+            "updates": self.updates.clone(),
+            "skipped": self.skipped.clone(),
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, by parameter name."""

@@ -1,13 +1,14 @@
 """The few-step rollout: the sampler of images and, stopped on the way, the training rollout of DMD2.
 
-"Backward simulation" (DMD2, arXiv:2405.14867): the student sees in training the states that it will see when it samples,
-since both come from this one loop.
+"Backward simulation" (DMD2, arXiv:2405.14867): the student sees in training the states that it will see when it
+samples, since both come from this one loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class SamplingSection(Section):
         if (self.steps is None) == (self.sigmas is None):
             raise ValueError("write exactly one of 'steps' and 'sigmas'")
         levels = self.resolved()
-        if levels[0] != 1.0 or levels[-1] <= 0.0 or any(a <= b for a, b in zip(levels, levels[1:], strict=False)):
+        if levels[0] != 1.0 or levels[-1] <= 0.0 or any(a <= b for a, b in pairwise(levels)):
             raise ValueError(f"'sigmas' must descend from 1 and end above 0, got {list(levels)}")
         return self
 
@@ -80,7 +81,7 @@ class FewStep:
         return cls(section.resolved(), section.solver, shape, section.guidance_scale, dtype)
 
     def __call__(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
-        """The training rollout: unguided, stopped at a random step that is the same for the whole job, never past it."""
+        """The training rollout: unguided, never past its stop, a random step that is the same for the whole job."""
         stop = draw.shared_index("stop", len(self.sigmas))
         return dataclasses.replace(self, guidance_scale=1.0).sample(student, batch.cond, None, draw, stop)
 
@@ -110,8 +111,8 @@ class FewStep:
         return Rollout(draw.key, last, x_t, sigma, x0_from_velocity(x_t, velocity, sigma))
 
     def accept(self, rollout: Rollout) -> Rollout:
-        """A rollout that somebody else made, if it stands where it says. Raises ValueError if its noise level is not that
-        of its stop (it ran past the stop, or another ladder made it)."""
+        """A rollout that somebody else made, if it stands where it says. Raises ValueError if its noise level is not
+        that of its stop (it ran past the stop, or another ladder made it)."""
         expected = self._level(rollout.stop, rollout.key)
         if not 0 <= rollout.stop < len(self.sigmas) or not torch.equal(rollout.sigma_stop.to(expected), expected):
             raise ValueError(
