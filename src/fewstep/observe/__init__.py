@@ -1,0 +1,1 @@
+"""What a run shows of itself: metrics, trackers, the progress line, warnings and the report."""

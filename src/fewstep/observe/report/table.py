@@ -1,0 +1,67 @@
+"""The table of an evaluation: models and step counts against quality and cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from fewstep.observe.wording import number
+
+_HEADINGS = {
+    "name": "Model",
+    "num_steps": "Steps",
+    "network_calls": "Network calls",
+    "frechet": "Frechet distance",
+    "accuracy": "Accuracy",
+    "precision": "Precision",
+    "recall": "Recall",
+    "coverage": "Coverage",
+    "ms_per_image": "ms per image",
+    "num_samples": "Samples",
+}
+_BEST = {"frechet": min, "accuracy": max, "precision": max, "recall": max, "coverage": max}
+
+
+def evaluation_table(entries: Sequence[dict[str, Any]]) -> str:
+    """One row an entry, in the order given. The best value of each column of quality is marked, and rows whose name
+    begins with ``student`` are tinted. Columns that no entry fills are left out; unknown keys become columns."""
+    known = [key for key in _HEADINGS if any(entry.get(key) is not None for entry in entries)]
+    extra = sorted({key for entry in entries for key in entry} - set(_HEADINGS))
+    columns = [*known, *extra]
+    if not columns:
+        return ""
+    best = {key: _best(entries, key) for key in columns}
+    longest = max((value for entry in entries if (value := _finite(entry.get("frechet"))) is not None), default=0.0)
+    heads = "".join(f"<th>{escape(_HEADINGS.get(key, key.replace('_', ' ')))}</th>" for key in columns)
+    lines = []
+    for entry in entries:
+        cells = "".join(_cell(key, entry.get(key), best[key], longest) for key in columns)
+        kind = ' class="student"' if str(entry.get("name")).startswith("student") else ""
+        lines.append(f"<tr{kind}>{cells}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _best(entries: Sequence[dict[str, Any]], key: str) -> float | None:
+    """The best value of a column; None where all are the same, or better and worse mean nothing."""
+    values = {value for entry in entries if (value := _finite(entry.get(key))) is not None}
+    return _BEST[key](values) if key in _BEST and len(values) > 1 else None
+
+
+def _cell(key: str, value: Any, best: float | None, longest: float) -> str:
+    if key == "name":
+        return f"<th>{escape(str(value))}</th>"
+    text = number(value) if isinstance(value, (int, float)) else ("" if value is None else str(value))
+    finite = _finite(value)
+    classes = ["best"] * (finite is not None and finite == best)
+    bar = ""
+    if key == "frechet" and finite is not None and longest > 0:
+        classes.append("bar")
+        bar = f' style="--share: {max(0.0, 100 * finite / longest):.1f}%"'
+    kind = f' class="{" ".join(classes)}"' if classes else ""
+    return f"<td{kind}{bar}>{escape(text)}</td>"
