@@ -166,7 +166,7 @@ def test_links_to_other_folders_are_followed(pets: Path, tmp_path: Path):
 
 def test_a_link_to_itself_is_a_broken_file(pets: Path):
     (pets / "cat" / "a.png").symlink_to("a.png")
-    with pytest.raises(UserError, match=r"1 of the 6 images .*\n  cat/a\.png: .*[Ss]ymbolic links"):
+    with pytest.raises(UserError, match=r"1 of the 6 images .*\n  cat/a\.png: .*symbolic links"):
         ImageFolder(section(pets))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewstep.data.api import Dataset, Items, Labels, Pixels
 from fewstep.data.order import BatchOrder
-from fewstep.records import Batch
+from fewstep.records import Batch, map_tensors
 from fewstep.shapes import Latents
 
 RESIDENT_BYTES = 8 * 2**30
@@ -55,7 +55,8 @@ class BatchSource:
             items = self.dataset.items(ids)
             pixels, labels = self._send(items.pixels), self._send(items.label)
         cond, uncond = self._condition(labels)
-        return Batch(self._send(self.order.keys(slot)), self._encode(pixels), cond, uncond)
+        batch = Batch(self._send(self.order.keys(slot)), self._encode(pixels), cond, uncond)
+        return map_tensors(Tensor.detach, batch)  # a view of a weight asks for a gradient even here
 
     def _place(self) -> Items:
         """All items on the device, copied in parts so that the host never holds them twice."""
