@@ -1,0 +1,50 @@
+"""The command line. Commands import what they need when they run, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fewstep.cli import config, recipes
+from fewstep.cli.console import Commands
+
+app = typer.Typer(
+    name="fewstep",
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"fewstep {version('fewstep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def fewstep(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere in a command.")] = False,
+) -> None:
+    """Distil a flow-matching image or video model into a student of one to four steps.
+
+    Start with `fewstep demo`: a teacher and its 4-step student, trained on this machine in minutes.
+    """
+
+
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """The program ``fewstep``."""
+    app()

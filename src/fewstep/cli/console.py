@@ -1,0 +1,77 @@
+"""What every command shares: where text goes, and how an error ends a command.
+
+Exit codes: 0 done; 1 the run failed; 2 the user can mend it (one clean line each, no traceback); 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from fewstep.errors import UserError, UserErrors
+
+RUN_FAILED, USER_ERROR, STOPPED = 1, 2, 130
+USERS_FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+out = Console()
+err = Console(stderr=True)
+
+
+def say(text: str, style: str | None = None) -> None:
+    """One paragraph, never broken inside a path, brackets taken as they are."""
+    out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(title: str, *columns: str, numbers: bool = False) -> Table:
+    """A plain table in the one style of all commands; ``numbers`` aligns all columns but the first to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if numbers and index else "left", overflow="fold")
+    return made
+
+
+def complain(error: BaseException) -> None:
+    """Each thing that is wrong on a line of its own, on standard error."""
+    lines = error.errors if isinstance(error, UserErrors) else [_words(error)]
+    for text in lines:
+        err.print("error: ", style="bold red", end="")
+        err.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    err.print("warning: ", style="bold yellow", end="")
+    err.print(str(message), markup=False, highlight=False, soft_wrap=True)
+
+
+class Commands(TyperGroup):
+    """The group of all commands: ends each one cleanly. ``--debug`` may stand anywhere and brings tracebacks back."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = {"debug": "--debug" in args}
+        return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
+
+    def invoke(self, ctx: Any) -> Any:
+        with warnings.catch_warnings():
+            if not ctx.obj["debug"]:
+                warnings.showwarning = _warn
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                err.print("Stopped by Ctrl-C.")
+                raise typer.Exit(STOPPED) from None
+            except (UserError, *USERS_FILES) as error:
+                if ctx.obj["debug"]:
+                    raise
+                complain(error)
+                raise typer.Exit(USER_ERROR) from None
