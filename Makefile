@@ -17,6 +17,9 @@ RUNTIME := $(VENV)/runtime.stamp
 DEV := $(VENV)/dev.stamp
 # A bare range would fetch the newest torch, often a CUDA build of several GB: name the pinned one.
 TORCH = $(shell grep '^torch==' constraints.txt)
+# Byte code is written when a module is first imported: compiling all of torch beforehand takes half of the installation.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 RECIPES = $(shell find recipes -name '*.yaml' | sort)
 
 # $(call install,EXTRAS,WHAT): the stamps go before pip starts and come back when it has ended well. So an interrupted
@@ -24,16 +27,16 @@ RECIPES = $(shell find recipes -name '*.yaml' | sort)
 define install
 @set -e; \
 if [ ! -e $(RUNTIME) ]; then \
-	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "fewstep needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | tail -n 1)." \
-			"Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		found=$$("$(PYTHON)" --version 2>/dev/null || echo missing); \
+		echo "fewstep needs Python 3.11 or newer; $(PYTHON) is $$found. Name another: make $(MAKECMDGOALS) PYTHON=..." >&2; \
 		exit 1; \
 	}; \
 	"$(PYTHON)" -m venv --clear $(VENV); \
 fi; \
 rm -f $(RUNTIME) $(DEV); \
-echo "Installing $(2) into $(VENV) ..."; \
-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH) -e '.$(1)'
+echo "Installing $(2) into $(VENV): a minute or two ..."; \
+$(PIP) $(TORCH) -e '.$(1)'
 endef
 
 help:  ## this list

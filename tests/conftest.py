@@ -1,4 +1,4 @@
-"""What every test gets: checked tensor shapes, fixed seeds, one thread, no network, and a skip of ``gpu`` without CUDA."""
+"""What every test gets: checked tensor shapes, fixed seeds, one thread, no network; ``gpu`` is skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline")
 import jaxtyping
 
 # Every annotated function of fewstep checks the shapes and types of what it takes and gives. The hook acts at import.
-assert not any(name.split(".")[0] == "fewstep" for name in sys.modules), "fewstep was imported before its shapes are checked"
+assert not any(name.split(".")[0] == "fewstep" for name in sys.modules), (
+    "fewstep was imported before its shapes are checked"
+)
 jaxtyping.install_import_hook("fewstep", "beartype.beartype")
 
 import hypothesis
