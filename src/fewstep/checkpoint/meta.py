@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,6 +12,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.rollout.few_step import SamplingSection
 
 FORMAT = 1
+R = TypeVar("R", bound="Record")
 
 
 class Record(BaseModel):
@@ -47,7 +48,7 @@ class Record(BaseModel):
         return values
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], place: Path) -> Self:
+    def from_json(cls: type[R], values: Mapping[str, Any], place: Path) -> R:
         """The inverse. Raises UserErrors that name ``place`` and every key that is unknown, missing or wrong."""
         if values.get("format") != FORMAT:
             raise UserError(

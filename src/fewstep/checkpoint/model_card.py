@@ -110,10 +110,11 @@ def _about_scheduler(exported: Exported, by_itself: bool) -> str:
             "No setting of the scheduler gives these noise levels from their number: pass them, as above. A pipeline "
             "that takes `num_inference_steps` alone runs others than those trained."
         )
+    guidance = exported.sampling.guidance_scale
     return (
         f"The scheduler's settings give the trained noise levels from their number: `set_timesteps({steps})`, or "
-        f"`num_inference_steps={steps}` and `guidance_scale={exported.sampling.guidance_scale!r}` in a pipeline. Do not "
-        "pass `sigmas` to it as well: it would shift them once more."
+        f"`num_inference_steps={steps}` and `guidance_scale={guidance!r}` in a pipeline. Do not pass `sigmas` to it as "
+        "well: it would shift them once more."
     )
 
 

@@ -65,8 +65,10 @@ class RunFolder:
         if run.holds_a_run():
             newest = newest_complete(run.checkpoints)
             state = f"its newest complete checkpoint is {newest.name}" if newest else "without a complete checkpoint"
-            resume = "go on with it by --resume, " if newest else ""
-            raise UserError(f"{path} already holds a run ({state}); {resume}take another name (name=...) or remove it")
+            raise UserError(
+                f"{path} already holds a run ({state}); go on with it by 'fewstep train --resume {path}', take another "
+                "name (name=...) or remove the folder"
+            )
         if path.exists() and (not path.is_dir() or any(p.name != _LOCK for p in path.iterdir())):
             raise UserError(f"{path} exists and is not the folder of a run; take another name (name=...)")
         path.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,7 @@ class RunFolder:
         """The folder of a run that was begun. Raises UserError if there is none."""
         run = cls(path)
         if not run.holds_a_run():
-            raise UserError(f"{path} holds no run that could be resumed; start one without --resume")
+            raise UserError(f"{path} holds no run that could be resumed; start one by 'fewstep train <recipe>'")
         return run
 
     def holds_a_run(self) -> bool:
