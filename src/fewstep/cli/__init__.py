@@ -6,8 +6,13 @@ from typing import Annotated
 
 import typer
 
+from fewstep import __version__
 from fewstep.cli import config, recipes
 from fewstep.cli.console import Commands
+from fewstep.cli.doctor import doctor
+from fewstep.cli.export import export
+from fewstep.cli.report import report
+from fewstep.cli.train import train
 
 app = typer.Typer(
     name="fewstep",
@@ -22,9 +27,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"fewstep {version('fewstep')}")
+        typer.echo(f"fewstep {__version__}")
         raise typer.Exit
 
 
@@ -41,6 +44,8 @@ def fewstep(
     """
 
 
+for command in (train, export, report, doctor):
+    app.command()(command)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(config.app, name="config")
 

@@ -21,7 +21,7 @@ RECIPE_HELP = "A recipe file, the name of a shipped recipe such as `wan_nano/sft
 @app.command("check")
 def check(
     recipes: Annotated[
-        list[str], typer.Argument(metavar="RECIPE... [section.field=value]...", help=RECIPE_HELP, show_default=False)
+        list[str], typer.Argument(metavar="RECIPE|SECTION.FIELD=VALUE", help=RECIPE_HELP, show_default=False)
     ],
 ) -> None:
     """Check recipes without running them: keys, values, and whether the sections go together.
@@ -51,7 +51,7 @@ def explain(
     recipe: Annotated[str, typer.Argument(help=RECIPE_HELP, show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[section.field=value]...", help="Values to change.", show_default=False),
+        typer.Argument(metavar="SECTION.FIELD=VALUE", help="Values to change.", show_default=False),
     ] = None,
 ) -> None:
     """Show every key that the recipe's run reads: its value, where the value comes from, and what it means.

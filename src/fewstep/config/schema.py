@@ -148,12 +148,21 @@ _SYMBOLS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a mult
 def limits(field: FieldInfo) -> str:
     """The range of a field, such as ``> 0, <= 1``; empty where any value of the type will do."""
     found = []
-    for constraint in field.metadata:
+    for constraint in [*field.metadata, *_constraints(field.annotation)]:
         for attribute, symbol in _SYMBOLS.items():
             value = getattr(constraint, attribute, None)
             if value is not None:
                 found.append(f"{symbol} {value}" + (" long" if attribute == "min_length" else ""))
-    return ", ".join(found)
+    return ", ".join(dict.fromkeys(found))
+
+
+def _constraints(annotation: Any) -> list[Any]:
+    """Those inside an annotation, of the entries of a list or of one type among several."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is not typing.Annotated:
+        return [constraint for argument in arguments for constraint in _constraints(argument)]
+    own = [part for extra in arguments[1:] for part in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+    return own + _constraints(arguments[0])
 
 
 _UNITS = {

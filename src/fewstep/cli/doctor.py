@@ -1,0 +1,152 @@
+"""``fewstep doctor``: what this machine can run, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from fewstep.cli.console import out, say, table
+from fewstep.cli.shipped import shipped_recipes
+from fewstep.errors import UserError, UserErrors
+
+EXTRAS = {
+    "hf": (("diffusers", "transformers"), "published models, diffusers pipelines"),
+    "wandb": (("wandb",), "tracking by Weights & Biases"),
+    "ray": (("ray",), "several groups of GPUs"),
+    "video": (("av",), "reading and writing videos"),
+}
+"""Optional extras: their packages, and what they are for."""
+STYLES = {"ok": "green", "missing": "yellow", "fault": "bold red"}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. state: ``ok``, ``missing`` (something cannot be done), ``fault`` (nothing can)."""
+
+    topic: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def doctor() -> None:
+    """Look at this machine: Python, PyTorch, devices, memory, disk, data, optional packages, and which recipes can run.
+
+    Exit code 1 if nothing can run, else 0.
+    """
+    findings = [*machine(), *packages()]
+    if all(finding.state != "fault" for finding in findings):
+        findings += [*data(), *recipes()]
+    rows = table("This machine", "", "", "")
+    for finding in findings:
+        detail = Text(finding.detail)
+        if finding.remedy:
+            detail.append(f"\n{finding.remedy}", style="italic")
+        rows.add_row(Text(finding.topic), Text(finding.state, style=STYLES[finding.state]), detail)
+    out.print(rows)
+    faults = [finding for finding in findings if finding.state == "fault"]
+    missing = [finding for finding in findings if finding.state == "missing"]
+    if faults:
+        say(f"\n{', '.join(finding.topic for finding in faults)}: to be mended before anything can run.")
+        raise typer.Exit(1)
+    say(
+        f"\nReady. {len(missing)} things are missing; each line says what for."
+        if missing
+        else "\nReady for everything."
+    )
+
+
+def machine() -> Iterator[Finding]:
+    """Python, PyTorch, devices, memory and disk."""
+    version = platform.python_version()
+    old = sys.version_info < (3, 11)
+    yield Finding("Python", "fault" if old else "ok", version, "fewstep needs 3.11 or newer" if old else "")
+    yield from torch_and_devices()
+    available, total = memory()
+    yield Finding("memory", "ok" if available > 2 else "missing", f"{available:.1f} of {total:.1f} GiB free")
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    low = "" if free > 1 else "runs of images need about 1 GiB: make room, or name another folder by --run"
+    yield Finding("disk", "missing" if low else "ok", f"{free:.1f} GiB free in {Path.cwd()}", low)
+
+
+def torch_and_devices() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("PyTorch", "fault", "not installed", "pip install 'torch>=2.11'")
+        return
+    import torch
+
+    yield Finding("PyTorch", "ok", torch.__version__)
+    yield Finding(
+        "CPU", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use: trains the nano recipes"
+    )
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "missing", "none that PyTorch can use", "larger recipes need a CUDA device")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        yield Finding(f"GPU {index}", "ok", f"{found.name}, {found.total_memory / GIB:.0f} GiB")
+
+
+def memory() -> tuple[float, float]:
+    """GiB that are available, and GiB in all."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page / GIB
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        return int(fields["MemAvailable"].split()[0]) * 1024 / GIB, total
+    return total, total
+
+
+def packages() -> Iterator[Finding]:
+    """The optional extras."""
+    for extra, (names, purpose) in EXTRAS.items():
+        absent = [name for name in names if importlib.util.find_spec(name) is None]
+        if absent:
+            remedy = f"pip install 'fewstep[{extra}]'"
+            yield Finding(f"extra {extra}", "missing", f"{', '.join(absent)} not installed ({purpose})", remedy)
+        else:
+            yield Finding(f"extra {extra}", "ok", purpose)
+
+
+def data() -> Iterator[Finding]:
+    """The default data set."""
+    from fewstep.data.fashion_mnist import FashionMnistSection, find_folder
+
+    try:
+        folder = find_folder(FashionMnistSection(batch=1, size=28))
+    except UserError as error:
+        yield Finding("Fashion-MNIST", "missing", "not found", str(error))
+    else:
+        yield Finding("Fashion-MNIST", "ok", str(folder))
+
+
+def recipes() -> Iterator[Finding]:
+    """Whether each shipped recipe could start here and now."""
+    from fewstep.config import load_recipe
+    from fewstep.prepare import prepare
+
+    loaded = {name: load_recipe(path) for name, path in shipped_recipes().items()}
+    trains = {recipe.name: name for name, recipe in loaded.items()}
+    for name, recipe in loaded.items():
+        needed = Path(recipe.teacher.init) if recipe.teacher is not None else None
+        if needed is not None and not needed.exists() and needed.name in trains:
+            remedy = f"fewstep train {trains[needed.name]}"
+            yield Finding(name, "missing", f"its teacher {needed} is not trained yet", remedy)
+            continue
+        try:
+            prepare(recipe)
+        except UserError as error:
+            first, *more = error.errors if isinstance(error, UserErrors) else [str(error)]
+            yield Finding(name, "missing", "cannot run", first + (f" (and {len(more)} more)" if more else ""))
+        else:
+            yield Finding(name, "ok", f"can run: fewstep train {name}")
