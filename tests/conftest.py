@@ -1,10 +1,12 @@
-"""What every test gets: checked tensor shapes, fixed seeds, one thread, no network; ``gpu`` is skipped without CUDA."""
+"""What every test gets: checked shapes, fixed seeds, one thread, no network, no cache of the user; ``gpu`` tests are
+skipped where there is no CUDA device."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+import tempfile
 
 # Before torch is imported: one thread a worker (the workers share the cores), and no library asks the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +28,14 @@ import torch
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("fewstep", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fewstep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A home folder that ends with the tests, so that no cache of the user is read or filled; the workers inherit it."""
+    if not hasattr(config, "workerinput"):
+        home = tempfile.TemporaryDirectory(prefix="fewstep-tests-", ignore_cleanup_errors=True)
+        os.environ["HOME"] = home.name
+        config.add_cleanup(home.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
