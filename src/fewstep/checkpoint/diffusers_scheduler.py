@@ -63,8 +63,11 @@ def _shifts(sigmas: Sequence[float]) -> list[float]:
 
 
 def _grid(num: int, shift: float, end: float) -> np.ndarray:
-    def shifted(u: Any) -> Any:
+    """The scheduler's noise levels; it computes the two ends of its grid in float32, and so does this."""
+
+    def shifted(u: np.ndarray) -> np.ndarray:
         return shift * u / (1 + (shift - 1) * u)
 
-    rest = 1 - shifted(np.linspace(1.0, shifted(1 / NUM_TRAIN_TIMESTEPS), num))
+    first, last = shifted(np.array([1, 1 / NUM_TRAIN_TIMESTEPS], np.float32)).tolist()
+    rest = 1 - shifted(np.linspace(first, last, num))
     return 1 - rest * (1 - end) / rest[-1]
