@@ -1,6 +1,6 @@
 """A world in which everything is known: data N(mean, std^2) in every element, and networks that can be exactly right.
 
-The optimal velocity of such data is affine in x_t: with x_t = (1 - s) x0 + s e, the conditional expectation of e - x0 is
+The optimal velocity of such data is affine in x_t: with x_t = (1 - s) x0 + s e, the expectation of e - x0 given x_t is
 (s - (1 - s) std^2) / v (x_t - (1 - s) mean) - mean, where v = (1 - s)^2 std^2 + s^2.
 """
 
@@ -46,10 +46,18 @@ class AffineModel(nn.Module):
 
     def velocity(self, x_t: Tensor, sigma: Tensor, cond: object) -> Tensor:
         s = sigma.to(x_t.dtype)
-        scale, offset = self.coefficients(torch.stack([s, s.square(), torch.sin(3 * s)], dim=-1))[..., None, None, None].unbind(2)
+        coefficients = self.coefficients(torch.stack([s, s.square(), torch.sin(3 * s)], dim=-1))
+        scale, offset = coefficients[..., None, None, None].unbind(2)
         return scale * x_t + offset
 
     def features(self, x_t: Tensor, sigma: Tensor, cond: object, layers: tuple[int, ...]) -> tuple[Tensor, ...]:
         tokens = x_t.reshape(len(x_t), -1, 1)
         inputs = torch.cat([tokens, sigma.to(x_t.dtype)[:, :1, None].expand_as(tokens)], dim=-1)
         return tuple(torch.tanh(self.token(inputs)) for _ in layers)
+
+
+def new_affine_model(seed: int, width: int = 8) -> AffineModel:
+    """Its weights drawn by ``seed``, whatever other tests drew before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AffineModel(width)

@@ -6,7 +6,7 @@ method decides everything else.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 from torch import Tensor
@@ -29,6 +29,7 @@ class EngineSection(Section):
     """Compile every block of the networks (GPU; the first iterations are slow)."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Runs iterations and holds all state that a checkpoint must keep."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,7 @@ class Phase:
     """(k, K): the phase sees the k-th of K equal parts of the global batch's rows."""
 
 
+@runtime_checkable
 class Method(Protocol):
     """A training method. ``roles`` are those that must exist, ``trained`` those that own an optimizer.
 

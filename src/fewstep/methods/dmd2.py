@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
 from fewstep.flow.path import add_noise, x0_from_velocity
@@ -140,6 +141,8 @@ class DMD2:
 
 def dmd_gradient(x0: Latents, *, x0_teacher: Latents, x0_critic: Latents, eps: float = 1e-6) -> Latents:
     """(x0_critic - x0_teacher) / max(mean over the sample of |x0 - x0_teacher|, eps), in float32 or wider."""
+    wide = torch.promote_types(x0.dtype, torch.float32)
+    x0, x0_teacher, x0_critic = x0.to(wide), x0_teacher.to(wide), x0_critic.to(wide)
     scale = (x0 - x0_teacher).abs().mean(dim=(1, 2, 3, 4), keepdim=True)
     return (x0_critic - x0_teacher) / scale.clamp_min(eps)
 

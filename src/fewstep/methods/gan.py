@@ -11,6 +11,7 @@ With the critic's features the discriminator's loss also trains the critic up to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,11 +22,13 @@ from fewstep.flow.path import add_noise
 from fewstep.flow.sigmas import SigmaDensity, Uniform
 from fewstep.methods.sft import draw_noise, draw_sigma
 from fewstep.models.api import FlowModel
-from fewstep.models.discriminator import Discriminator
 from fewstep.records import concat
 from fewstep.rng import Draw
 from fewstep.section import Section
-from fewstep.shapes import Latents, PerSample, Sigma
+from fewstep.shapes import Latents, PerSample, Sigma, Tokens
+
+Judge = Callable[[tuple[Tokens, ...]], PerSample]
+"""The role of the discriminator: one logit a sample, positive for real, from the features of some layers."""
 
 
 class GANSection(Section):
@@ -56,7 +59,7 @@ class GAN:
         self.section = section
 
     def discriminator_losses(
-        self, discriminator: Discriminator, network: FlowModel, real: Latents, fake: Latents, cond: Any, draw: Draw
+        self, discriminator: Judge, network: FlowModel, real: Latents, fake: Latents, cond: Any, draw: Draw
     ) -> dict[str, PerSample]:
         """What the discriminator (and the critic below it) descends, weights included."""
         section, fakes = self.section, "gan.real" if self.section.share_noise else "gan.fake"
@@ -75,7 +78,7 @@ class GAN:
         return {name: section.discriminator_weight * loss for name, loss in losses.items()}
 
     def student_loss(
-        self, discriminator: Discriminator, network: FlowModel, fake: Latents, cond: Any, draw: Draw
+        self, discriminator: Judge, network: FlowModel, fake: Latents, cond: Any, draw: Draw
     ) -> PerSample:
         """What the student descends, weight included; differentiable in ``fake``."""
         fake_t, sigma = self._noised(fake, draw, "gan.student")
@@ -87,7 +90,7 @@ class GAN:
         return add_noise(x0, draw_noise(draw, f"{name}.noise", x0), sigma), sigma
 
     def _logits(
-        self, discriminator: Discriminator, network: FlowModel, x_t: Latents, sigma: Sigma, cond: Any
+        self, discriminator: Judge, network: FlowModel, x_t: Latents, sigma: Sigma, cond: Any
     ) -> PerSample:
         layers = self.section.layers or (network.num_layers // 2,)
         return discriminator(network.features(x_t, sigma, cond, layers))

@@ -45,7 +45,7 @@ class SamplingSection(Section):
         if (self.steps is None) == (self.sigmas is None):
             raise ValueError("write exactly one of 'steps' and 'sigmas'")
         levels = self.resolved()
-        if levels[0] != 1.0 or levels[-1] <= 0.0 or any(a <= b for a, b in pairwise(levels)):
+        if levels[:1] != (1.0,) or levels[-1] <= 0.0 or any(a <= b for a, b in pairwise(levels)):
             raise ValueError(f"'sigmas' must descend from 1 and end above 0, got {list(levels)}")
         return self
 
@@ -113,11 +113,12 @@ class FewStep:
     def accept(self, rollout: Rollout) -> Rollout:
         """A rollout that somebody else made, if it stands where it says. Raises ValueError if its noise level is not
         that of its stop (it ran past the stop, or another ladder made it)."""
-        expected = self._level(rollout.stop, rollout.key)
-        if not 0 <= rollout.stop < len(self.sigmas) or not torch.equal(rollout.sigma_stop.to(expected), expected):
+        known = 0 <= rollout.stop < len(self.sigmas)
+        expected = self._level(rollout.stop if known else 0, rollout.key)
+        if not known or not torch.equal(rollout.sigma_stop.to(expected), expected):
             raise ValueError(
-                f"a rollout that stopped at step {rollout.stop} must stand at sigma {self.sigmas[rollout.stop]} of the "
-                f"ladder {list(self.sigmas)}, and this one stands at {rollout.sigma_stop.unique().tolist()}"
+                f"a rollout that stopped at step {rollout.stop} of the ladder {list(self.sigmas)} must stand at that "
+                f"step's noise level, and this one stands at {rollout.sigma_stop.unique().tolist()}"
             )
         return rollout
 
