@@ -5,8 +5,8 @@ on nothing else: not on the number of processes, the cut into micro-batches, the
 before. So a resumed run needs no restored generator. Every device draws the same bits; normal values differ between
 devices by the rounding of the logarithm, sine and cosine.
 
-The strings are hashed on the host (BLAKE2b); the values come from SplitMix64 (Steele et al., OOPSLA 2014) applied to
-counters, in integer tensor arithmetic that wraps around.
+The strings are hashed on the host (BLAKE2b). Keys and counters are hashed on the device by the output function of
+SplitMix64 (Steele et al., OOPSLA 2014), in 64-bit integer tensor arithmetic that wraps around.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Draw:
 
     def shared_uniform(self, name: str) -> float:
         """One number in [0, 1) for all rows, hence the same in every process; no device takes part."""
-        return (self._stream("shared", name) >> 11) * 2.0**-53
+        return ((self._stream("shared", name) + 2**63) >> 11) * 2.0**-53
 
     def shared_index(self, name: str, count: int) -> int:
         """One of 0, ..., count - 1 for all rows, hence the same in every process; no device takes part.
@@ -71,7 +71,7 @@ class Draw:
         """
         if count < 1:
             raise ValueError(f"an index '{name}' of {count} choices cannot be drawn: there must be 1 or more")
-        return self._stream("shared", name) * count >> 64
+        return (self._stream("shared", name) + 2**63) * count >> 64
 
     def rows(self, index: slice | Tensor) -> Draw:
         """The draw of the rows that ``index`` names: its values are those rows of the whole."""
@@ -86,8 +86,8 @@ class Draw:
         A row's place among the words and a counter's offset are both mixed before they are added, so that no two rows
         run through the same words in the same order.
         """
-        place = _mix(self.key * _GOLDEN + _signed(self._stream(kind, name)))
-        return _mix(place[:, None] + _counters(count, self.key.device))
+        place = _mix(_mix(self.key.clone()) + self._stream(kind, name))
+        return _mix(place[:, None] + _mix(torch.arange(count, device=self.key.device)))
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -97,34 +97,27 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 def permutation(seed: int, name: str, n: int) -> Int64[Tensor, "n"]:
     """A random order of 0, ..., n - 1 on the CPU, the same on every platform."""
-    return torch.argsort(_mix(_counters(n, torch.device("cpu")) + _signed(_hash("permutation", seed, name))))
+    return torch.argsort(_mix(_mix(torch.arange(n)) + _hash("permutation", seed, name)))
 
 
 def _hash(*parts: str | int) -> int:
-    """64 bits of the parts; every part is preceded by its length, so that no two lists of parts look alike."""
+    """64 bits of the parts, signed as a tensor holds them. Every part is preceded by its length, so that no two lists
+    of parts look alike."""
     digest = blake2b(digest_size=8)
     for part in parts:
         text = str(part).encode()
         digest.update(len(text).to_bytes(8, "little") + text)
-    return int.from_bytes(digest.digest(), "little")
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _signed(word: int) -> int:
-    """The same 64 bits as the signed integer that a tensor can hold."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
-
-
-def _counters(count: int, device: torch.device) -> Int64[Tensor, "n"]:
-    """The first ``count`` outputs of SplitMix64 started at 0; no two are equal."""
-    return _mix(torch.arange(1, count + 1, device=device).mul_(_GOLDEN))
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def _mix(words: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-    """The output function of SplitMix64, a bijection of the 64-bit words, applied in place."""
+    """The output function of SplitMix64, a bijection of the 64-bit words, applied in place.
+
+    Counters enter as they are: a compiler that folds a factor into ``arange`` can lose the wrap-around.
+    """
     scratch = torch.empty_like(words)
     for bits, factor in _ROUNDS:
         words.bitwise_xor_(_shift_right(words, bits, scratch)).mul_(factor)
