@@ -13,10 +13,10 @@ from fewstep.models.wan.state_dict_adapter import config_to_diffusers, to_diffus
 from tests.models.tiny import inputs, relative, tiny_section, tiny_wan
 
 SHAPES = {
-    "an image": dict(b=2, f=1, h=8, w=8),
-    "a tall image": dict(b=1, f=1, h=12, w=4, text=2),
-    "a clip": dict(b=2, f=3, h=4, w=6, text=7),
-    "a long clip": dict(b=1, f=5, h=2, w=2, text=8),
+    "an image": {"b": 2, "f": 1, "h": 8, "w": 8},
+    "a tall image": {"b": 1, "f": 1, "h": 12, "w": 4, "text": 2},
+    "a clip": {"b": 2, "f": 3, "h": 4, "w": 6, "text": 7},
+    "a long clip": {"b": 1, "f": 5, "h": 2, "w": 2, "text": 8},
 }
 
 
@@ -72,7 +72,7 @@ def test_outputs_and_every_gradient_equal_diffusers(shape, per_token):
 def test_an_uneven_head_split_and_a_patch_of_four_equal_diffusers():
     """A head of 14 components turns as 6 + 4 + 4; patches of 4x4; 2 blocks."""
     network = tiny_wan(tiny_section(dim=42, patch=(1, 4, 4), layers=2))
-    shape = dict(b=2, f=2, h=8, w=12)
+    shape = {"b": 2, "f": 2, "h": 8, "w": 12}
     compare(network, diffusers_twin(network), shape, per_token=False, dtype=torch.float32, tolerance=1e-5)
 
 

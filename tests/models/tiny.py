@@ -12,9 +12,16 @@ from fewstep.models.wan.conditioner import ClassLabelSection, EmbeddingCond, Emb
 from fewstep.models.wan.model import Wan
 from fewstep.models.wan.sizes import WanSection
 
-SHAPE: dict[str, Any] = dict(
-    channels=4, patch=(1, 2, 2), dim=48, layers=3, heads=3, ffn_dim=80, text_dim=20, freq_dim=32
-)
+SHAPE: dict[str, Any] = {
+    "channels": 4,
+    "patch": (1, 2, 2),
+    "dim": 48,
+    "layers": 3,
+    "heads": 3,
+    "ffn_dim": 80,
+    "text_dim": 20,
+    "freq_dim": 32,
+}
 TEXT, LABELS = EmbeddingSection(), ClassLabelSection(classes=5, tokens=2)
 
 

@@ -1,4 +1,4 @@
-"""The head that tells real samples from generated ones by a network's features (DMD2, arXiv:2405.14867, section 4.3)."""
+"""The head that tells real from generated samples by a network's features (DMD2, arXiv:2405.14867, section 4.3)."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class ClassLabelConditioner(nn.Module):
         self.classes = section.classes
         self.table = nn.Parameter(torch.empty(section.classes + 1, section.tokens, text_dim))
 
-    def forward(self, cond: LabelCond) -> ContextTokens:
-        """Raises TypeError for the cond of another conditioner."""
+    def forward(self, cond: Any) -> ContextTokens:
+        """The tokens of a ``LabelCond``. Raises TypeError for the cond of another conditioner."""
         _expect(cond, LabelCond, "class_label")
         return nn.functional.embedding(cond.label, self.table.flatten(1)).unflatten(1, self.table.shape[1:])
 
@@ -82,8 +82,8 @@ class EmbeddingConditioner(nn.Module):
         super().__init__()
         self.text_dim = text_dim
 
-    def forward(self, cond: EmbeddingCond) -> ContextTokens:
-        """Raises TypeError for the cond of another conditioner, ValueError for embeddings of another width."""
+    def forward(self, cond: Any) -> ContextTokens:
+        """The tokens of an ``EmbeddingCond``. Raises TypeError for another cond, ValueError for another width."""
         _expect(cond, EmbeddingCond, "embedding")
         if cond.tokens.shape[-1] != self.text_dim:
             raise ValueError(

@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 
 DIFFUSERS_CLASS = "WanTransformer3DModel"
 CONDITIONER = "conditioner."
-WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What torch.compile, DDP, FSDP and activation checkpointing put into names."""
 
 _OUTSIDE = {
@@ -144,9 +144,7 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
 def _unwrapped(state: Mapping[str, Tensor]) -> State:
     clean: State = {}
     for key, value in state.items():
-        name = key
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
+        name = ".".join(component for component in key.split(".") if component not in WRAPPERS)
         if name in clean:
             raise UserError(f"two tensors are called '{name}' once wrapper prefixes are stripped")
         clean[name] = value

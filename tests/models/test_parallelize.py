@@ -1,0 +1,49 @@
+"""Compilation block by block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fewstep.models.wan.parallelize import compile_blocks
+from tests.models.tiny import inputs, relative, tiny_wan
+
+
+def test_compiled_blocks_share_one_graph_and_change_neither_names_nor_results(unchecked_shapes):
+    """No graph break (fullgraph); forward and every gradient equal the eager network, for an image and a clip."""
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    network, compiled = tiny_wan(dtype=torch.float64), tiny_wan(dtype=torch.float64)
+    compile_blocks(compiled, backend=count, dynamic=False)
+    assert compiled.state_dict().keys() == network.state_dict().keys()
+    for f in (1, 3):
+        x_t, sigma, cond = inputs(f=f, dtype=torch.float64)
+        for one in (network, compiled):
+            one.zero_grad()
+            one.velocity(x_t, sigma, cond).square().sum().backward()
+        assert relative(compiled.velocity(x_t, sigma, cond), network.velocity(x_t, sigma, cond)) < 1e-12
+        for name, parameter in network.named_parameters():
+            assert relative(compiled.get_parameter(name).grad, parameter.grad) < 1e-12, name
+    assert len(graphs) == 2, "one graph a shape, whatever the number of blocks"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_a_gpu_compiled_blocks_equal_eager_ones(autocast, unchecked_shapes):
+    network, compiled = tiny_wan().cuda(), tiny_wan().cuda()
+    compile_blocks(compiled)
+    x_t, sigma, cond = inputs()
+    given = x_t.cuda(), sigma.cuda(), type(cond)(cond.tokens.cuda())
+    gradients = []
+    for one in (network, compiled):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            velocity = one.velocity(*given)
+        assert velocity.dtype == torch.float32
+        velocity.square().mean().backward()
+        gradients.append([velocity, *(parameter.grad for parameter in one.parameters())])
+    for expected, found in zip(*gradients, strict=True):
+        assert relative(found, expected) < (0.1 if autocast else 1e-3)
