@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -43,9 +44,14 @@ def tiny_meta(iteration: int = 3, section: WanSection = SECTION, **changes: Any)
     return Meta.model_validate(values | changes)
 
 
+@functools.cache
+def weights(section: WanSection, seed: int) -> dict[str, Tensor]:
+    return tiny_wan(section, seed=seed).state_dict()
+
+
 def states(section: WanSection = SECTION) -> dict[str, dict[str, Tensor]]:
     """Groups as an engine writes them; student, average and critic all differ."""
-    named = {name: tiny_wan(section, seed=seed).state_dict() for seed, name in enumerate(("student", "ema", "critic"))}
+    named = {name: dict(weights(section, seed)) for seed, name in enumerate(("student", "ema", "critic"))}
     return named | {"student.optimizer": {"updates": torch.tensor(3), "exp_avg/head.modulation": torch.randn(1, 2, 48)}}
 
 
@@ -59,16 +65,13 @@ def write_run(path: Path, *iterations: int, meta: Meta | None = None, groups: di
     return run
 
 
-def in_a_process(*arguments: object) -> subprocess.Popen[str]:
-    """This file as a script, in a process of its own."""
+def kills_in_a_process(folder: Path) -> list[list[str]]:
+    """What ``kill`` prints, from a process of its own: it forks, which a process that runs tests should not."""
     root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, "-m", "tests.checkpoint.runs", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.checkpoint.runs", str(folder)]
+    ran = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return [line.split() for line in ran.stdout.splitlines()]
 
 
 def save_full_of(value: int, checkpoints: Path, iteration: int) -> None:
@@ -140,13 +143,6 @@ def kill_this_process_before_operation(number: int) -> None:
     sys.addaudithook(hook)
 
 
-def hold_lock(path: Path) -> None:
-    """Locks a run and sleeps."""
-    with RunFolder(path).lock():
-        print("locked", flush=True)
-        time.sleep(60)
-
-
 def kill(folder: Path) -> None:
     """Every way of being killed, each in a folder of its own, whose name begins the rows."""
     for name, act in {
@@ -158,4 +154,4 @@ def kill(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"kill": kill, "lock": hold_lock}[sys.argv[1]](Path(sys.argv[2]))
+    kill(Path(sys.argv[1]))

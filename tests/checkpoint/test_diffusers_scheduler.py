@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewstep.checkpoint.diffusers_scheduler import scheduler_config
@@ -30,6 +30,7 @@ def test_the_number_of_steps_gives_the_trained_ladder(steps: int, shift: float):
     torch.testing.assert_close(scheduler.timesteps.double(), 1000 * torch.tensor(sigmas).double(), rtol=0, atol=1e-3)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 60), st.floats(0.05, 20))
 def test_settings_that_are_claimed_to_give_the_ladder_do(steps: int, shift: float):
     sigmas = ladder(steps, shift)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.errors import UserError
-from tests.checkpoint.runs import in_a_process, write_run
+from tests.checkpoint.runs import write_run
 
 
 def test_a_new_run_gets_an_empty_folder_and_its_places(tmp_path: Path):
@@ -83,12 +85,27 @@ def test_the_lock_is_given_back_when_training_raises(tmp_path: Path):
         pass
 
 
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path):
-    with in_a_process("lock", tmp_path) as holder:
+    run = RunFolder(tmp_path)
+    with run.lock():
+        pass
+    (lock,) = tmp_path.iterdir()
+    command = [sys.executable, "-c", HOLDER, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(UserError, match=f'"pid": {holder.pid}'), RunFolder(tmp_path).lock():
+        with pytest.raises(UserError, match="another process"), run.lock():
             pass
         holder.send_signal(signal.SIGKILL)
-    with RunFolder(tmp_path).lock():
-        pass
+        holder.wait()
+        with run.lock():
+            pass

@@ -16,7 +16,7 @@ from torch import Tensor
 from fewstep.checkpoint.atomic import clear_leftovers, written_aside
 from fewstep.checkpoint.save import CheckpointSection, load_checkpoint, newest_complete, save_checkpoint
 from fewstep.errors import UserError
-from tests.checkpoint.runs import KEEP, in_a_process
+from tests.checkpoint.runs import KEEP, kills_in_a_process
 
 
 def save(checkpoints: Path, iteration: int, keep: CheckpointSection = KEEP, **tensors: Tensor) -> Path:
@@ -325,8 +325,7 @@ def test_the_marker_lists_every_other_file(tmp_path: Path):
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
     """The folder in which real processes were killed by SIGKILL while they saved, and a row for every kill."""
     folder = tmp_path_factory.mktemp("killed")
-    output, _ = in_a_process("kill", folder).communicate(timeout=200)
-    return folder, [line.split() for line in output.splitlines()]
+    return folder, kills_in_a_process(folder)
 
 
 @pytest.mark.parametrize("how", ["moment", "step", "replace"])
