@@ -37,9 +37,9 @@ class EMA:
     def update(self, updates: Tensor, finite: Tensor) -> None:
         """Follows the student's update number ``updates`` (0-dim, counted from 1); nothing moves where ``finite`` is
         false."""
-        weight = torch.where(updates <= self.section.start, 1.0, 1.0 - self.section.decay) * finite
         shadows = list(self.shadows.values())
-        weight = weight.to(shadows[0].dtype)
+        whole, part = shadows[0].new_ones(()), shadows[0].new_full((), 1 - self.section.decay)
+        weight = torch.where(updates <= self.section.start, whole, part) * finite
         torch._foreach_mul_(shadows, 1 - weight)
         torch._foreach_add_(shadows, torch._foreach_mul([p.detach() for p in self.parameters.values()], weight))
 

@@ -36,6 +36,7 @@ def factor(section: ScheduleSection, updates: Tensor, total: int) -> Tensor:
     if section.name == "constant":
         return rise
     begin = max(section.constant * total, section.warmup_updates)
-    progress = ((done - begin) / max(total - 1 - begin, 1)).clamp(0.0, 1.0)
+    length = total - 1 - begin
+    progress = ((done - begin) / (length if length > 0 else 1)).clamp(0.0, 1.0)
     fall = 1 - progress if section.name == "linear" else (1 + torch.cos(math.pi * progress)) / 2
     return rise * (section.final + (1 - section.final) * fall)
