@@ -73,7 +73,7 @@ class MetricBuffer:
         self._clock = clock
         self._start(0)
 
-    def add(self, iteration: int, values: Mapping[str, Tensor | float], num_samples: int = 0) -> None:
+    def add(self, iteration: int, values: Mapping[str, Tensor | float | int], num_samples: int = 0) -> None:
         """The metrics of one iteration; ``num_samples``: rows of data it trained on.
 
         Tensors are copied, so they may change later. Raises ValueError where one holds more than one value.
@@ -84,7 +84,7 @@ class MetricBuffer:
             if isinstance(value, Tensor):
                 if value.numel() != 1:
                     raise ValueError(
-                        f"metric '{name}' must be one number; its shape is {tuple(value.shape)}: take the mean"
+                        f"metric '{name}' has shape {tuple(value.shape)}: it must be one number; take the mean"
                     )
                 value = value.detach().reshape(()).clone()
             if name.rpartition("/")[2] in LAST:
@@ -111,10 +111,10 @@ class MetricBuffer:
 
     def _start(self, iteration: int) -> None:
         self._iteration, self._num_samples, self._since_s = iteration, 0, self._clock.elapsed_s
-        self._values: dict[str, list[Tensor | float]] = {}
+        self._values: dict[str, list[Tensor | float | int]] = {}
 
 
-def fetched(values: Sequence[Tensor | float]) -> list[float]:
+def fetched(values: Sequence[Tensor | float | int]) -> list[float]:
     """The values as numbers, in one transfer per device (float64 where the device has it)."""
     numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
     by_device: dict[torch.device, list[int]] = {}

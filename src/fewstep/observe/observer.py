@@ -53,7 +53,7 @@ class Observer:
         if earlier:
             self._write(Row("resume", iteration, time_s, message=f"Resumed after iteration {iteration}."))
 
-    def train(self, iteration: int, values: Mapping[str, Tensor | float], num_samples: int = 0) -> None:
+    def train(self, iteration: int, values: Mapping[str, Tensor | float | int], num_samples: int = 0) -> None:
         """The metrics of one iteration. Waits for the device only at multiples of ``observe.every``."""
         self._iteration = iteration
         self._buffer.add(iteration, values, num_samples)
@@ -72,9 +72,11 @@ class Observer:
         for message in self._alarm.check(row):
             self.warning(message)
 
-    def validation(self, iteration: int, values: Mapping[str, float]) -> None:
+    def validation(self, iteration: int, values: Mapping[str, float | int]) -> None:
         """The results of one validation, and a new report unless that would take more than 5 % of the time."""
-        self._write(Row("validation", iteration, self.clock.elapsed_s, dict(values)))
+        self._write(
+            Row("validation", iteration, self.clock.elapsed_s, {name: float(value) for name, value in values.items()})
+        )
         if self.section.report and time.monotonic() > self._report_after:
             self.report()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def number(value: float) -> str:
+def number(value: float | int) -> str:
     """Four significant digits, without noise: ``12,000``, ``0.0312``, ``2e-4``, ``NaN``."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
@@ -17,7 +17,7 @@ def number(value: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | int) -> str:
     """``8 s``, ``1 min 12 s``, ``3 h 04 min``, ``2 d 5 h``; a negative or non-finite time is ``?``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"

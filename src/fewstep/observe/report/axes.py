@@ -60,7 +60,7 @@ def time_axis(values: Sequence[float], most_ticks: int) -> Axis:
     days = 86400 * math.ceil(high / (most_ticks * 86400))
     step = next((step for step in _TIME_STEPS_S if high / step <= most_ticks), days)
     unit_s, unit = next(((size, name) for size, name in _TIME_UNITS if step % size == 0), (1, "s"))
-    ticks = [step * place for place in range(int(high / step) + 1)]
+    ticks = [float(step * place) for place in range(int(high / step) + 1)]
     return Axis(0.0, high, False, tuple((tick, f"{number(tick / unit_s)} {unit}") for tick in ticks))
 
 

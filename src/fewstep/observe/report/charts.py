@@ -18,7 +18,7 @@ MAX_DOTS = 30
 
 _WIDTHS = {"full": 1130, "half": 550, "third": 356}
 _HEIGHTS = {"full": 240, "half": 210, "third": 180}
-_TOP, _BOTTOM, _RIGHT = 10, 26, 14
+_TOP, _BOTTOM, _RIGHT = 10.0, 26.0, 14.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def draw(chart: Chart) -> str:
     places = [x for series in chart.series for x, _ in series.points]
     body = _svg(chart, places, finite) if finite else '<p class="empty">No finite value was logged.</p>'
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-    legend = "".join(_legend(series, alone=len(chart.series) == 1) for series in chart.series)
+    legend = "".join(_legend(series) for series in chart.series)
     caption = f'<span class="title">{escape(chart.title)}</span><span class="keys">{legend}</span>'
     return f'<figure class="chart {chart.width}"><figcaption>{caption}</figcaption>{body}{note}</figure>'
 
@@ -79,9 +79,9 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> li
     return line
 
 
-def _legend(series: Series, alone: bool) -> str:
+def _legend(series: Series) -> str:
     finite = [y for _, y in series.points if math.isfinite(y)]
-    label = "last" if alone else escape(series.label)
+    label = escape(series.label) or "last"
     value = f" <b>{number(finite[-1])}</b>" if finite else ""
     return f'<span class="key {escape(series.colour)}"><i></i>{label}{value}</span>'
 

@@ -80,8 +80,8 @@ thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: 12.5p
 tbody th { font-weight: 600; }
 th:first-child { text-align: left; }
 td.best { font-weight: 700; color: var(--accent); }
-
-  d.bar { background: linear-gradient(var(--bar), var(--bar)) no-repeat right 14px bottom 4px / calc(var(--share) * 0.8) 3px; }
+td.bar { background: linear-gradient(var(--bar), var(--bar)) no-repeat right 14px bottom 4px;
+  background-size: calc(var(--share) * 0.8) 3px; }
 tr.student { background: var(--tint-row); }
 table.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 table.facts th { font-weight: 500; color: var(--soft); width: 14em; vertical-align: top; white-space: normal; }
