@@ -86,7 +86,7 @@ class Draw:
         A row's place among the words and a counter's offset are both mixed before they are added, so that no two rows
         run through the same words in the same order.
         """
-        place = _mix(_mix(self.key.clone()) + self._stream(kind, name))
+        place = _mix(self.key ^ self._stream(kind, name))
         return _mix(place[:, None] + _mix(torch.arange(count, device=self.key.device)))
 
 
@@ -97,7 +97,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 def permutation(seed: int, name: str, n: int) -> Int64[Tensor, "n"]:
     """A random order of 0, ..., n - 1 on the CPU, the same on every platform."""
-    return torch.argsort(_mix(_mix(torch.arange(n)) + _hash("permutation", seed, name)))
+    return torch.argsort(_mix(_mix(torch.arange(n)) ^ _hash("permutation", seed, name)))
 
 
 def _hash(*parts: str | int) -> int:
