@@ -1,0 +1,143 @@
+"""Engines that run real tiny Wan networks on real batches, for tests that look at what an engine does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewstep.data.api import Items
+from fewstep.data.batches import BatchSource
+from fewstep.data.order import BatchOrder
+from fewstep.engines.process import ProcessEngine
+from fewstep.engines.roles import Role, freeze
+from fewstep.methods.dmd2 import DMD2, DMD2Section
+from fewstep.methods.gan import GANSection
+from fewstep.methods.sft import SFT, SFTSection
+from fewstep.models.codec import IdentityCodec, IdentitySection
+from fewstep.models.discriminator import Discriminator
+from fewstep.models.families import build
+from fewstep.models.wan.model import Wan
+from fewstep.optim.ema import EMA, EMASection
+from fewstep.optim.optimizer import OptimizerSection, RoleOptimizer
+from fewstep.optim.schedule import ScheduleSection
+from fewstep.rollout.few_step import FewStep
+from tests.models.tiny import LABELS, randomise, tiny_section
+
+SHAPE = (1, 4, 6, 8)
+NUMEL = 4 * 6 * 8
+BATCH = 5
+LADDER = (1.0, 0.9, 0.6)
+CPU = torch.device("cpu")
+
+
+class Tiles:
+    """13 small images of 4 channels in 5 classes."""
+
+    classes = ("a", "b", "c", "d", "e")
+    shape = SHAPE
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.pixels = torch.randint(0, 256, (13, *SHAPE), generator=generator, dtype=torch.uint8)
+        self.labels = torch.arange(13) % 5
+
+    def __len__(self) -> int:
+        return 13
+
+    def items(self, ids: Sequence[int] | Tensor) -> Items:
+        index = torch.as_tensor(ids)
+        return Items(self.pixels[index], self.labels[index])
+
+
+def sft(**settings: Any) -> SFT:
+    """Half of the rows lose their condition, so that both cases are met."""
+    return SFT(SFTSection(**({"cond_dropout": 0.5} | settings)))
+
+
+def dmd2(dtype: torch.dtype = torch.float32, **settings: Any) -> DMD2:
+    """Two critic updates, a guided teacher, the adversarial term unless ``gan`` is None; every weight large enough to
+    be seen."""
+    gan = GANSection(student_weight=0.3, discriminator_weight=0.7, r1_weight=0.2)
+    values: dict[str, Any] = {"critic_updates": 2, "guidance_scale": 3.0, "gan": gan} | settings
+    return DMD2(DMD2Section(**values), FewStep(LADDER, "renoise", SHAPE, dtype=dtype))
+
+
+def network(seed: int, layers: int = 2) -> Wan:
+    """2 layers, 3 heads, 48 wide, classes with a null; nothing in it is zero."""
+    made = build(tiny_section(LABELS, layers=layers))
+    randomise(made, seed)
+    return made
+
+
+def networks(method: SFT | DMD2, *, same: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """A network for every role of the method, each with weights of its own; those of ``same`` are alike."""
+    found: dict[str, nn.Module] = {}
+    for seed, name in enumerate(method.roles):
+        found[name] = network(0 if name in same else seed)
+        if name == "discriminator":
+            reads = method.gan.section.layers or (0,)  # type: ignore[union-attr]
+            found[name] = randomise(Discriminator(48, len(reads)), seed)
+    return found
+
+
+def engine(
+    method: SFT | DMD2,
+    *,
+    dtype: torch.dtype = torch.float32,
+    micro_batch: int | None = None,
+    batch: int = BATCH,
+    iterations: int = 6,
+    made: dict[str, nn.Module] | None = None,
+    optimizer: OptimizerSection | None = None,
+    ema: EMASection | None = None,
+    seed: int = 3,
+) -> ProcessEngine:
+    """A new engine; every one of the same arguments is equal to the last bit."""
+    optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
+    schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
+    roles: dict[str, Role] = {}
+    for name, net in (made or networks(method)).items():
+        placed = net.to(dtype) if name in method.trained else freeze(net, CPU, dtype)
+        roles[name] = Role(name, placed, dtype)
+    optimizers = {
+        name: RoleOptimizer(roles[name].parameters(), optimizer, schedule, updates)
+        for name, updates in updates_of(method, iterations).items()
+    }
+    conditioner: Any = roles["student"].network.conditioner
+    codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
+    source = BatchSource(
+        Tiles(),
+        BatchOrder(seed, len(Tiles()), batch, method.num_batches),
+        lambda pixels: codec.encode(pixels).to(dtype),
+        lambda labels: (conditioner.condition(labels), conditioner.null(len(labels))),
+        CPU,
+    )
+    average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
+    return ProcessEngine(method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch)
+
+
+def updates_of(method: SFT | DMD2, iterations: int) -> dict[str, int]:
+    """How often each trained role is updated in all."""
+    phases = [phase for iteration in range(iterations) for phase in method.phases(iteration)]
+    return {name: sum(name in phase.trains for phase in phases) for name in method.trained}
+
+
+def run(made: ProcessEngine, iterations: Sequence[int]) -> list[dict[str, Tensor]]:
+    return [made.run(iteration) for iteration in iterations]
+
+
+def copied(state: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    return {group: {name: tensor.detach().clone() for name, tensor in named.items()} for group, named in state.items()}
+
+
+def assert_same_bits(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
+    """Every tensor of every group, NaN included."""
+    assert found.keys() == expected.keys()
+    for group, named in expected.items():
+        assert found[group].keys() == named.keys(), group
+        for name, tensor in named.items():
+            assert found[group][name].dtype == tensor.dtype
+            assert torch.equal(found[group][name].nan_to_num(7.5), tensor.nan_to_num(7.5)), f"{group}: {name}"
