@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from fewstep.models.attention import Mask, Part, attention, dense, visibility
 
@@ -135,6 +136,21 @@ def test_the_block_mask_of_the_kernel_is_the_dense_mask(num_frames, window, sink
     padded[:size, :size] = dense(mask)
     tiles = padded.view(num_tiles, 128, num_tiles, 128).any(3).any(1)
     assert torch.equal(blocks.to_dense()[0, 0].bool(), tiles)
+
+
+@pytest.mark.parametrize("frame_tokens", [1, 37, 128, 200])
+@pytest.mark.parametrize("teacher", [False, True], ids=["diffusion forcing", "teacher forcing"])
+def test_tiles_found_from_frames_are_those_found_pair_by_pair(frame_tokens, teacher):
+    """Against torch's own construction from the dense mask: partial and full tiles, both directions."""
+    mask = forcing_mask((1, 2, 2, 2), frame_tokens, 5, 1, teacher=teacher)
+    pairs = dense(mask)
+    expected = create_block_mask(lambda b, h, q, k: pairs[q, k], None, None, *pairs.shape, device="cpu")
+    found = visibility(mask, CPU, "flex")
+    for ours, theirs in ((found.to_dense(), expected.to_dense()), (found.sparsity(), expected.sparsity())):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+    for name in ("kv", "full_kv", "q", "full_q"):
+        assert torch.equal(getattr(found, f"{name}_num_blocks"), getattr(expected, f"{name}_num_blocks"))
+    assert found.seq_lengths == expected.seq_lengths
 
 
 @pytest.mark.slow

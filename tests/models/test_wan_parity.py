@@ -15,6 +15,7 @@ from tests.models.tiny import inputs, relative, tiny_section, tiny_wan
 SHAPES = {
     "an image": {"b": 2, "f": 1, "h": 8, "w": 8},
     "a tall image": {"b": 1, "f": 1, "h": 12, "w": 4, "text": 2},
+    "a single token of text": {"b": 2, "f": 2, "h": 4, "w": 4, "text": 1},
     "a clip": {"b": 2, "f": 3, "h": 4, "w": 6, "text": 7},
     "a long clip": {"b": 1, "f": 5, "h": 2, "w": 2, "text": 8},
 }
@@ -55,10 +56,20 @@ def compare(network: Wan, twin: nn.Module, shape: dict, *, per_token: bool, dtyp
     parameters = dict(twin.named_parameters())
     assert gradients.keys() == parameters.keys()
     for name, gradient in gradients.items():
+        if gradient is None:
+            assert unheard(name)
+            assert shape["text"] == 1
+            assert parameters[name].grad.abs().max() < tolerance
+            continue
         assert parameters[name].grad.abs().max() > 0, name
         assert relative(gradient, parameters[name].grad) < tolerance, name
     for ours_input, theirs_input in zip(ours, theirs, strict=True):
         assert relative(ours_input.grad, theirs_input.grad) < tolerance
+
+
+def unheard(name: str) -> bool:
+    """What asks in cross-attention: with one key to answer, nobody hears the question."""
+    return "norm2." in name or any(f"attn2.{part}." in name for part in ("to_q", "to_k", "norm_q", "norm_k"))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -26,6 +26,9 @@ Kernel = Literal["dense", "flex"]
 MASKED_KERNEL: dict[str, Kernel] = {"cpu": "dense", "cuda": "flex"}
 """By type of device. FlexAttention has no backward on CPU; a dense mask of a long clip does not fit on a GPU."""
 
+TILE = 128
+"""Tokens of a tile of FlexAttention, in both directions."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -140,17 +143,48 @@ def _places(mask: Mask) -> tuple[_Places, _Places]:
 
 
 def _block_mask(mask: Mask, device: torch.device) -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask
+    """What FlexAttention reads: the tiles that hold a visible pair, those that hold nothing else, and the rule.
 
-    queries, keys = (_Places(*(x.to(device) for x in places)) for places in _places(mask))
-    tokens = mask.frame_tokens
+    Tiles are found from frames: pair by pair, a mask of two clips of Wan takes 40 GiB and seconds.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    queries, keys = _places(mask)
+    frames = _sees(mask, _Places(*(x[:, None] for x in queries)), keys)
+    some = _any_in_tile(frames, mask.frame_tokens)
+    only = ~_any_in_tile(~frames, mask.frame_tokens)
+    rows, columns = (mask.frame_tokens * size for size in frames.shape)
+    only[rows // TILE :] = only[:, columns // TILE :] = False
+    queries, keys = (_Places(*(x.to(device) for x in places)) for places in (queries, keys))
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        query, key = query // tokens, key // tokens
+        query, key = query // mask.frame_tokens, key // mask.frame_tokens
         return _sees(mask, _Places(*(x[query] for x in queries)), _Places(*(x[key] for x in keys)))
 
-    sizes = (tokens * len(queries.block), tokens * len(keys.block))
-    return create_block_mask(lambda b, h, query, key: sees(query, key), None, None, *sizes, device=device.type)
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~only, device),
+        *_listed(only, device),
+        BLOCK_SIZE=TILE,
+        mask_mod=lambda b, h, query, key: sees(query, key),
+        seq_lengths=(rows, columns),
+    )
+
+
+def _any_in_tile(frames: Bool[Tensor, "n m"], frame_tokens: int) -> Bool[Tensor, "tile_rows tile_columns"]:
+    """True for every tile of TILE x TILE tokens that touches a pair of frames for which ``frames`` is true."""
+    for _ in range(2):
+        first = torch.arange(0, len(frames) * frame_tokens, TILE)
+        last = (first + TILE - 1).clamp(max=len(frames) * frame_tokens - 1)
+        frame = torch.arange(len(frames))
+        touches = (frame >= first[:, None] // frame_tokens) & (frame <= last[:, None] // frame_tokens)
+        frames = (touches.float() @ frames.float() > 0).t()
+    return frames
+
+
+def _listed(tiles: Bool[Tensor, "rows columns"], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many tiles are true in every row, and the numbers of the columns, those first; for every batch and head."""
+    count, order = tiles.sum(1), tiles.int().argsort(dim=1, descending=True, stable=True)
+    return count.to(device, torch.int32)[None, None], order.to(device, torch.int32)[None, None]
 
 
 @cache

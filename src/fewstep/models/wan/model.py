@@ -134,10 +134,17 @@ class Block(nn.Module):
         normed = torch.addcmul(shift, self.self_norm(tokens), 1 + scale).to(dtype).flatten(1, 2)
         update = self.self_attention(normed, normed, turn).view_as(tokens)
         tokens = torch.addcmul(wide(tokens), wide(update), gate).to(dtype)
-        normed = self.cross_norm(tokens).to(dtype).flatten(1, 2)
-        tokens = tokens + self.cross_attention(normed, context, None).view_as(tokens)
+        tokens = tokens + self._told(tokens, context)
         normed = torch.addcmul(ffn_shift, self.ffn_norm(tokens), 1 + ffn_scale).to(dtype)
         return torch.addcmul(wide(tokens), wide(self.ffn(normed)), ffn_gate).to(dtype)
+
+    def _told(self, tokens: FrameTokens, context: ContextTokens) -> Float[Tensor, "b #f #s d"]:
+        """The update by the conditioning. A single token answers every query alike: the softmax over one key is 1."""
+        cross = self.cross_attention
+        if context.shape[1] == 1:
+            return cross.o(cross.v(context)).unsqueeze(1)
+        normed = self.cross_norm(tokens).to(tokens.dtype).flatten(1, 2)
+        return cross(normed, context, None).view_as(tokens)
 
 
 class _Attention(nn.Module):
