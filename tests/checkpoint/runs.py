@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
-from fewstep.checkpoint.save import CheckpointSection, Meta, load_checkpoint, newest_complete, save_checkpoint
+from fewstep.checkpoint.save import CheckpointSection, load_checkpoint, newest_complete, save_checkpoint
 from fewstep.models.wan.sizes import WanSection
 from fewstep.rollout.few_step import SamplingSection
 from tests.models.tiny import LABELS, tiny_section, tiny_wan

@@ -193,6 +193,18 @@ def test_an_export_leaves_the_run_bitwise_unchanged(tmp_path: Path):
     assert all(torch.equal(live[name], value) for name, value in kept.items())
 
 
+def test_an_export_reads_the_weights_it_writes_and_no_others(tmp_path: Path):
+    run = write_run(tmp_path / "run", 3)
+    for group in ("student", "critic", "student.optimizer"):
+        file = run.checkpoints / "iteration-000003" / f"{group}.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    folder = export(open_source(run.path), tmp_path / "out")
+    assert open_source(folder).holds == ("ema",)
+    with pytest.raises(UserError, match="is not what was written"):
+        export(open_source(run.path), tmp_path / "raw", "raw")
+
+
 def test_an_export_of_an_export_is_the_same(tmp_path: Path):
     run = write_run(tmp_path / "run", 3)
     first = export(open_source(run.path), tmp_path / "first")
@@ -239,10 +251,14 @@ def test_a_plain_diffusers_folder_cannot_be_exported(tmp_path: Path):
 
 def test_the_model_card_tells_recipe_classes_and_measured_quality(tmp_path: Path):
     run = write_run(tmp_path / "run", 3)
-    run.evaluation.write_text('{"frechet_distance": 12.5}')
+    rows = [
+        {"name": "teacher", "num_steps": 20, "frechet": 11.25},
+        {"name": "student", "num_steps": 4, "accuracy": 0.75},
+    ]
+    run.evaluation.write_text(json.dumps(rows))
     for source in (open_source(run.path), open_source(run.checkpoints / "iteration-000003")):
         card = (export(source, tmp_path / f"out-{source.kind}") / "README.md").read_text()
-        for said in ("fewstep sample . --label 0 --seed 0", '"frechet_distance": 12.5', '"lr": 0.001', "shoe, bag"):
+        for said in ("fewstep sample . --label 0 --seed 0", "| student | 4 |  | 0.75 |", '"lr": 0.001', "shoe, bag"):
             assert said in card
         assert "1, 0.9375, 0.833333, 0.625" in card
         assert str(tmp_path) not in card

@@ -53,37 +53,24 @@ def _with_fewstep(exported: Exported) -> str:
 
 
 def _with_diffusers(exported: Exported, by_itself: bool) -> str:
-    sampling, (frames, channels, height, width) = exported.sampling, exported.latent_shape
-    guided = sampling.guidance_scale != 1.0
+    guided = exported.sampling.guidance_scale != 1.0
     by_label = exported.model["conditioner"]["name"] == "class_label"
-    code = ["import json", "from pathlib import Path", "", "import torch"]
-    code += ["from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel"]
-    code += ["from safetensors.torch import load_file"] if by_label else []
-    code += [
+    code = [
+        "import json",
+        "from pathlib import Path",
+        "",
+        "import torch",
+        "from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel",
+        *(["from safetensors.torch import load_file"] if by_label else []),
         "",
         'folder = Path(".")  # this folder',
         'transformer = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer")',
         'scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")',
         'trained = json.loads((folder / "fewstep.json").read_text())',
         "",
+        *_conditioning(by_label, guided),
+        *_loop(exported, guided, by_itself),
     ]
-    code += _conditioning(by_label, guided)
-    code += [
-        "generator = torch.Generator().manual_seed(0)",
-        f"x_t = torch.randn(len(cond), {channels}, {frames}, {height}, {width}, generator=generator)",
-        f"scheduler.set_timesteps({len(sampling.resolved())})"
-        if by_itself
-        else 'scheduler.set_timesteps(sigmas=trained["sampling"]["sigmas"])',
-        "with torch.no_grad():",
-        "    for timestep in scheduler.timesteps:",
-        "        velocity = transformer(x_t, timestep.expand(len(x_t)), cond).sample",
-    ]
-    if guided:
-        code += [
-            "        without = transformer(x_t, timestep.expand(len(x_t)), uncond).sample",
-            f"        velocity = without + {sampling.guidance_scale!r} * (velocity - without)",
-        ]
-    code += ["        x_t = scheduler.step(velocity, timestep, x_t, generator=generator).prev_sample"]
     if exported.codec["name"] == "identity":
         code += [
             'mean, std = (torch.tensor(trained["codec"][name]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))',
@@ -101,6 +88,25 @@ def _conditioning(by_label: bool, guided: bool) -> list[str]:
     code = ['table = load_file(folder / "conditioner" / "conditioner.safetensors")["table"]  # the last row: no class']
     code += ["label = torch.tensor([0, 1])", "cond = table[label].to(transformer.dtype)"]
     return code + (["uncond = table[-1:].expand_as(cond).to(transformer.dtype)"] if guided else [])
+
+
+def _loop(exported: Exported, guided: bool, by_itself: bool) -> list[str]:
+    sampling, (frames, channels, height, width) = exported.sampling, exported.latent_shape
+    levels = str(len(sampling.resolved())) if by_itself else 'sigmas=trained["sampling"]["sigmas"]'
+    code = [
+        "generator = torch.Generator().manual_seed(0)",
+        f"x_t = torch.randn(len(cond), {channels}, {frames}, {height}, {width}, generator=generator)",
+        f"scheduler.set_timesteps({levels})",
+        "with torch.no_grad():",
+        "    for timestep in scheduler.timesteps:",
+        "        velocity = transformer(x_t, timestep.expand(len(x_t)), cond).sample",
+    ]
+    if guided:
+        code += [
+            "        without = transformer(x_t, timestep.expand(len(x_t)), uncond).sample",
+            f"        velocity = without + {sampling.guidance_scale!r} * (velocity - without)",
+        ]
+    return [*code, "        x_t = scheduler.step(velocity, timestep, x_t, generator=generator).prev_sample"]
 
 
 def _about_scheduler(exported: Exported, by_itself: bool) -> str:
@@ -122,7 +128,14 @@ def _quality(source: Source) -> str:
     file = _evaluation(source)
     if file is None:
         return ""
-    return f"## Measured quality\n\n```json\n{json.dumps(json.loads(file.read_text()), indent=1)}\n```"
+    rows: list[dict[str, Any]] = json.loads(file.read_text())
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    return "## Measured quality\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _evaluation(source: Source) -> Path | None:

@@ -67,10 +67,10 @@ class RunFolder:
             state = f"its newest complete checkpoint is {newest.name}" if newest else "without a complete checkpoint"
             raise UserError(
                 f"{path} already holds a run ({state}); go on with it by 'fewstep train --resume {path}', take another "
-                "name (name=...) or remove the folder"
+                "folder (name=... or --run) or remove this one"
             )
         if path.exists() and (not path.is_dir() or any(p.name != _LOCK for p in path.iterdir())):
-            raise UserError(f"{path} exists and is not the folder of a run; take another name (name=...)")
+            raise UserError(f"{path} exists and is not the folder of a run; take another (name=... or --run)")
         path.mkdir(parents=True, exist_ok=True)
         return run
 
@@ -100,7 +100,7 @@ class RunFolder:
                 file.seek(0)
                 raise UserError(
                     f"{self.path}: another process trains into this run ({file.read().strip()}); "
-                    "wait for it, stop it, or take another name (name=...)"
+                    "wait for it, stop it, or take another folder (name=... or --run)"
                 ) from None
             file.truncate(0)
             file.write(

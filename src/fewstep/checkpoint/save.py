@@ -22,19 +22,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fewstep.checkpoint.atomic import REPLACED, dead_partials, remove_folder, written_aside
-from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.tensor_file import read_tensors, write_tensors
 from fewstep.errors import UserError
 from fewstep.section import Section
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointSection",
-    "Meta",
-    "load_checkpoint",
-    "newest_complete",
-    "save_checkpoint",
-]
 
 MARKER = "complete.json"
 META = "meta.json"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
@@ -38,33 +37,33 @@ _WANTED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """A model that was found. What is None is not known: a plain diffusers folder tells the network alone."""
 
     kind: Literal["run", "checkpoint", "export", "diffusers"]
     path: Path
     """What the user named."""
-    iteration: int | None
     model: dict[str, Any]
     """The resolved model section of the student."""
-    sampling: dict[str, Any] | None
-    """How it is sampled: ``sigmas``, ``shift``, ``solver``, ``guidance_scale``."""
-    codec: dict[str, Any] | None
     stage: str
     """``teacher`` or ``student``."""
-    classes: tuple[str, ...] | None
-    latent_shape: tuple[int, int, int, int] | None
     dtype: str
     """Of the stored weights, by torch's name."""
-    holds: tuple[Which, ...]
-    """Which weights of the student are there."""
-    recipe: dict[str, Any] | None
-    """The resolved recipe of the run."""
-    versions: dict[str, str]
-    """Of the programs that wrote the weights."""
     read: Callable[[Which, str], State] = field(repr=False, compare=False)
     """Reads a role's weights; ``weights`` is the checked way."""
+    holds: tuple[Which, ...] = ("raw",)
+    """Which weights of the student are there."""
+    iteration: int | None = None
+    sampling: dict[str, Any] | None = None
+    """How it is sampled: ``sigmas``, ``shift``, ``solver``, ``guidance_scale``."""
+    codec: dict[str, Any] | None = None
+    classes: tuple[str, ...] | None = None
+    latent_shape: tuple[int, int, int, int] | None = None
+    recipe: dict[str, Any] | None = None
+    """The resolved recipe of the run."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the programs that wrote the weights."""
 
     def chosen(self, which: Which) -> Which:
         """The weights that are used where ``which`` is asked for: ``ema`` is ``raw`` where there is no average.
@@ -85,7 +84,7 @@ class Source:
 
 def open_source(path: Path | str) -> Source:
     """Finds out what ``path`` is. Raises UserError that says what was found there and what to give instead."""
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.exists():
         raise UserError(f"{path} does not exist{_similar(path)}; {_WANTED}")
     if not path.is_dir():
@@ -119,20 +118,20 @@ def _open_checkpoint(checkpoint: Checkpoint, path: Path, kind: Literal["run", "c
         return _fitting(state, meta.models[role], checkpoint.path) if role in meta.models else state
 
     return Source(
-        kind,
-        path,
-        meta.iteration,
-        meta.models["student"],
-        meta.to_json()["sampling"],
-        meta.codec,
-        meta.stage,
-        meta.classes,
-        meta.latent_shape,
-        _dtype(checkpoint.path / "student.safetensors"),
-        ("ema", "raw") if "ema" in checkpoint.groups else ("raw",),
-        meta.recipe,
-        meta.versions,
-        read,
+        kind=kind,
+        path=path,
+        iteration=meta.iteration,
+        model=meta.models["student"],
+        sampling=meta.to_json()["sampling"],
+        codec=meta.codec,
+        stage=meta.stage,
+        classes=meta.classes,
+        latent_shape=meta.latent_shape,
+        dtype=_dtype(checkpoint.path / "student.safetensors"),
+        holds=("ema", "raw") if "ema" in checkpoint.groups else ("raw",),
+        recipe=meta.recipe,
+        versions=meta.versions,
+        read=read,
     )
 
 
@@ -147,20 +146,19 @@ def _open_export(path: Path) -> Source:
         return _fitting(_renamed(files, conditioner), exported.model, path)
 
     return Source(
-        "export",
-        path,
-        exported.iteration,
-        exported.model,
-        exported.to_json()["sampling"],
-        exported.codec,
-        exported.stage,
-        exported.classes,
-        exported.latent_shape,
-        exported.dtype,
-        (exported.weights,),
-        None,
-        exported.versions,
-        read,
+        kind="export",
+        path=path,
+        iteration=exported.iteration,
+        model=exported.model,
+        sampling=exported.to_json()["sampling"],
+        codec=exported.codec,
+        stage=exported.stage,
+        classes=exported.classes,
+        latent_shape=exported.latent_shape,
+        dtype=exported.dtype,
+        holds=(exported.weights,),
+        versions=exported.versions,
+        read=read,
     )
 
 
@@ -177,9 +175,7 @@ def _open_diffusers(path: Path, folder: Path) -> Source:
         _only_student(role, path)
         return _fitting(_renamed(files, {}), model, folder)
 
-    return Source(
-        "diffusers", path, None, model, None, None, "teacher", None, None, _dtype(files[0]), ("raw",), None, {}, read
-    )
+    return Source(kind="diffusers", path=path, model=model, stage="teacher", dtype=_dtype(files[0]), read=read)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -208,8 +204,7 @@ def _renamed(files: list[Path], conditioner: State) -> State:
 
 def _fitting(state: State, model: Mapping[str, Any], place: Path) -> State:
     """The state, if its names and shapes are exactly those of the network."""
-    with torch.device("meta"):
-        network = build(TypeAdapter(ModelSection).validate_python(dict(model)))
+    network = build(TypeAdapter(ModelSection).validate_python(dict(model)), "meta")
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     problems = [f"{name} is missing" for name in expected if name not in found]
