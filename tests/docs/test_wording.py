@@ -74,5 +74,5 @@ def _files(row: list[str]) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_a_page_has_one_title_and_no_line_of_trailing_spaces(page):
     lines = page.read_text().splitlines()
-    assert lines[0].startswith("# ")
+    assert next(line for line in lines if line and not line.startswith("<!--")).startswith("# ")
     assert not [line for line in lines if line != line.rstrip()]
