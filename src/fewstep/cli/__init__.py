@@ -9,9 +9,12 @@ import typer
 from fewstep import __version__
 from fewstep.cli import config, recipes
 from fewstep.cli.console import Commands
+from fewstep.cli.demo import demo
 from fewstep.cli.doctor import doctor
+from fewstep.cli.evaluate import evaluate
 from fewstep.cli.export import export
 from fewstep.cli.report import report
+from fewstep.cli.sample import sample
 from fewstep.cli.train import train
 
 app = typer.Typer(
@@ -25,10 +28,11 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
     if asked:
         typer.echo(f"fewstep {__version__}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()
@@ -44,8 +48,18 @@ def fewstep(
     """
 
 
-for command in (train, export, report, doctor):
-    app.command()(command)
+COMMANDS = {
+    "demo": demo,
+    "train": train,
+    "sample": sample,
+    "eval": evaluate,
+    "export": export,
+    "report": report,
+    "doctor": doctor,
+}
+
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(config.app, name="config")
 

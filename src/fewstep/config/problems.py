@@ -136,6 +136,8 @@ def _message(details: ErrorDetails, root: type[Section], values: Any, path: KeyP
         return f"has too few entries; write a {_types(root, values, path)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"is missing; write {_expected(root, values, path)}"
+    if kind == "string_pattern_mismatch":
+        return f"does not fit; write {_expected(root, values, path)}"
     if kind in ("literal_error", "union_tag_invalid"):
         options = context.get("expected") or context.get("expected_tags", "")
         choices = [choice.strip().strip("'") for choice in options.replace(" or ", ",").split(",")]

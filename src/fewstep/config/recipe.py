@@ -72,7 +72,8 @@ class Recipe(Section):
     engine: EngineSection = EngineSection()
     """Where and how the phases run."""
     plugins: tuple[str, ...] = ()
-    """Python modules with methods of your own (``METHODS``); they are imported when this recipe is loaded."""
+    """Python modules with methods (``METHODS``) or feature extractors (``EXTRACTORS``) of your own; they are imported
+    when this recipe is loaded."""
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Recipe:
@@ -90,18 +91,19 @@ def method_of(recipe: Recipe) -> Any:
 @cache
 def known_methods(plugins: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """fewstep's methods, then those of the plugins, which are imported. Raises UserError for a plugin that cannot be
-    imported, has no ``METHODS``, or has a method whose name is taken."""
+    imported, has neither ``METHODS`` nor ``EXTRACTORS``, or has a method whose name is taken."""
     methods = list(METHODS)
     for plugin in plugins:
         try:
-            added = importlib.import_module(plugin).METHODS
-        except (ImportError, AttributeError) as error:
+            module = importlib.import_module(plugin)
+        except ImportError as error:
+            raise UserError(f"plugins: '{plugin}': {error}; write the name of a module on PYTHONPATH") from error
+        if not any(hasattr(module, kind) for kind in ("METHODS", "EXTRACTORS")):
             raise UserError(
-                f"plugins: '{plugin}': {error}; write a module on PYTHONPATH that has METHODS = (YourMethod,)"
-            ) from error
-        names = {_name(method) for method in methods}
-        for method in added:
-            if _name(method) in names:
+                f"plugins: '{plugin}' has neither METHODS nor EXTRACTORS; write METHODS = (YourMethod,) there"
+            )
+        for method in getattr(module, "METHODS", ()):
+            if _name(method) in map(_name, methods):
                 raise UserError(
                     f"plugins: '{plugin}': there is a method '{_name(method)}' already; choose another name"
                 )

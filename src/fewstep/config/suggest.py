@@ -48,16 +48,18 @@ def where_it_belongs(root: type[Section], values: Any, path: KeyPath) -> str:
         return f"only {dotted(parent)} {others} reads it{f', not {tag[1]!r}' if tag else ''}; remove it"
     read = [key for key in same if _is_read(key, values)]
     if read:
-        return _move(parent, {key.path for key in read})
+        places = list(dict.fromkeys(key.path for key in read))
+        written = [place for place in places if isinstance(values.get(place[0]), dict)]
+        return _move(parent, written or places)
     if same:
         place, (_, choice) = next(iter(same[0].variants.items()))
         return f"only {dotted(place)} '{choice}' reads it, as {same[0].name}; remove it"
     return _nearest_spelling(root, values, parent, word, own)
 
 
-def _move(parent: KeyPath, places: set[KeyPath]) -> str:
+def _move(parent: KeyPath, places: list[KeyPath]) -> str:
     """To the nearest of the places that read the key, and how far away that is."""
-    ordered = sorted(places, key=lambda place: (_distance(place, parent), place))
+    ordered = sorted(places, key=lambda place: _distance(place, parent))
     nearest = ordered[0]
     count = abs(len(nearest) - 1 - len(parent))
     levels = {1: "one level", 2: "two levels"}.get(count, f"{count} levels")

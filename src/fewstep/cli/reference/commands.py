@@ -18,8 +18,8 @@ def commands_page() -> str:
     lines += [
         "",
         "`--debug` may stand anywhere in a command and shows tracebacks. Exit codes: 0 done; 1 the run failed; 2 "
-        "something that you can mend (each thing on one line); 130 stopped by Ctrl-C, with a checkpoint where something "
-        "was trained.",
+        "something that you can mend (each thing on one line); 130 stopped by Ctrl-C, with a checkpoint if there was "
+        "training.",
     ]
     for words, command in _commands(group, ("fewstep",)):
         lines += ["", f"## {' '.join(words)}\n", f"```\n{_usage(words, command)}\n```\n", prose(command.help)]

@@ -49,8 +49,9 @@ def hooks() -> tuple[Hook, ...]:
         ),
         Hook(
             "A feature extractor",
-            "What samples are judged with. Any object that keeps the contract can be handed to the functions of "
-            "`src/fewstep/evaluate/`.",
+            "What samples are judged with. From your own package: a module with `EXTRACTORS = (YourExtractor,)` under "
+            "`plugins`, its `name` under `validation.extractor`; the head of `src/fewstep/evaluate/extractor.py` shows "
+            "one. Weights are only ever read as tensors.",
             (Extractor,),
         ),
         Hook(

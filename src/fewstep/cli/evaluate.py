@@ -1,0 +1,64 @@
+"""``fewstep eval``: how good samples are, and what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fewstep.cli.console import out as console
+from fewstep.cli.console import say
+from fewstep.cli.export import MODEL_HELP
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help=MODEL_HELP, show_default=False)],
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples for each seed.")] = 1000,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--steps", min=1, help="Number of steps; may be given several times. The trained one if left out."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, counted from 0; gives a spread.")] = 1,
+    per_stop: Annotated[
+        bool, typer.Option("--per-stop", help="Also judge the prediction at every step of the ladder.")
+    ] = False,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option("--compare", help="Another model, such as the teacher, on the same noise; its trained sampler."),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help="Recipe that names data and extractor, for an export, which names none."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON to write; `evaluation.json` of the run, or here, if left out.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The trained weights instead of their average (EMA).")] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples made at once.")] = 100,
+    device: Annotated[str, typer.Option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`.")] = "auto",
+) -> None:
+    """Measure a model: Frechet distance, class accuracy, diversity, time and network calls for an image.
+
+    Samples are compared with data that no training saw, by a frozen network whose hash is recorded; the first row says
+    what real data reach.
+    """
+    from fewstep.cli.judging import measure, open_judge, show_stops
+    from fewstep.cli.model import load_model
+    from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
+
+    loaded = load_model(model, raw=raw, device=device)
+    others = [load_model(path, raw=raw, device=device) for path in compare or []]
+    judge, train = open_judge(loaded, recipe)
+    settings: dict[str, Any] = {"num_samples": num_samples, "seeds": tuple(range(seeds)), "batch": batch}
+    rows = [evaluate_real(judge, train, num_samples)]
+    rows += [measure(other, judge, None, **settings) for other in others]
+    rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
+    console.print(evaluation_table(rows))
+    for row in rows:
+        show_stops(row)
+    place = out or (model if loaded.source.kind == "run" else Path()) / "evaluation.json"
+    save_evaluations(place, rows)
+    say(f"Wrote {place}")

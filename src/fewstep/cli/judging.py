@@ -1,0 +1,86 @@
+"""What ``fewstep eval`` and ``fewstep demo`` judge models by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import TypeAdapter
+
+from fewstep.cli.console import out, table
+from fewstep.cli.model import LoadedModel
+from fewstep.cli.shipped import find_recipe
+from fewstep.config import load_recipe
+from fewstep.data.api import Dataset
+from fewstep.data.sources import DataSection, open_dataset
+from fewstep.errors import UserError
+from fewstep.evaluate.evaluation import Evaluation, evaluate
+from fewstep.evaluate.extractor import ExtractorSection, build_extractor
+from fewstep.evaluate.judge import Judge
+
+
+def open_judge(loaded: LoadedModel, recipe: str | None) -> tuple[Judge, Dataset]:
+    """The judge of the model's data, and the split that its training saw.
+
+    Raises UserError where the model does not name its data, or the data have other classes.
+    """
+    plugins: tuple[str, ...] = ()
+    if recipe is not None:
+        described = load_recipe(find_recipe(recipe))
+        data, plugins = described.data, described.plugins
+        extractor = described.validation.extractor if described.validation else None
+    elif loaded.source.recipe is not None:
+        data = TypeAdapter(DataSection).validate_python(loaded.source.recipe["data"])
+        validation = loaded.source.recipe["validation"] or {}
+        extractor = ExtractorSection.model_validate(validation.get("extractor") or {})
+    else:
+        raise UserError(
+            f"{loaded.source.path} does not say what it was trained on; name a recipe of that data by --recipe, such "
+            "as --recipe wan_nano/sft"
+        )
+    section = extractor or ExtractorSection()
+    train, test = open_dataset(data, "train"), open_dataset(data, "test")
+    if train.classes != loaded.classes or train.shape != loaded.shape:
+        raise UserError(
+            f"{loaded.source.path} makes {len(loaded.classes)} classes of shape {loaded.shape}, the data have "
+            f"{len(train.classes)} of shape {train.shape}; name a recipe of its own data by --recipe"
+        )
+    network = build_extractor(section, train, loaded.device, plugins)
+    return Judge(network, test, section.cache_folder, loaded.device), train
+
+
+def measure(
+    loaded: LoadedModel,
+    judge: Judge,
+    steps: int | None,
+    *,
+    num_samples: int,
+    seeds: Sequence[int],
+    batch: int,
+    stops: bool = False,
+    name: str | None = None,
+) -> Evaluation:
+    """One row: the model at ``steps``, the trained number if None."""
+    return evaluate(
+        name or loaded.name,
+        loaded.role,
+        loaded.sampler(loaded.sampling.with_steps(steps) if steps else loaded.sampling),
+        loaded.conditioner,
+        loaded.codec,
+        judge,
+        num_samples=num_samples,
+        seeds=seeds,
+        batch=batch,
+        stops=stops,
+        device=loaded.device,
+    )
+
+
+def show_stops(row: Evaluation) -> None:
+    """The quality of the predictions at every step, where it was asked for."""
+    if not row.stops:
+        return
+    rows = table(f"{row.name}: predictions of x0 at every step", "step", "sigma", "Frechet", "accuracy", numbers=True)
+    for stop in row.stops:
+        accuracy = "" if stop.accuracy is None else f"{stop.accuracy:.3g}"
+        rows.add_row(str(stop.stop), f"{stop.sigma:.4g}", f"{stop.frechet:.3g}", accuracy)
+    out.print(rows)

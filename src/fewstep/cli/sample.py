@@ -1,0 +1,73 @@
+"""``fewstep sample``: pictures from a model, made as it was trained to make them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fewstep.cli.console import say
+from fewstep.cli.export import MODEL_HELP
+
+
+def sample(
+    model: Annotated[Path, typer.Argument(help=MODEL_HELP, show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A PNG file, or a folder, to write; `samples/` if left out.", show_default=False),
+    ] = None,
+    num: Annotated[
+        int | None,
+        typer.Option("--num", min=1, help="Number of samples; 8 of each class if left out.", show_default=False),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label", help="Class to sample, by name or number; may be given several times.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the noise.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Other than the trained number of steps.", show_default=False)
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option("--guidance", min=0, help="Other than the trained guidance scale.", show_default=False),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The trained weights instead of their average (EMA).")] = False,
+    single_files: Annotated[bool, typer.Option("--single-files", help="Also write every sample as a PNG.")] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples made at once; does not change them.")] = 100,
+    device: Annotated[str, typer.Option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`.")] = "auto",
+) -> None:
+    """Sample a model and write a grid, a class a row.
+
+    No option is needed: noise levels, solver and guidance travel with the weights, and a setting that departs from them
+    warns. One seed gives the same samples, whatever the batch, and the same noise for every model of the same shape.
+    """
+    from fewstep.cli.model import load_model
+    from fewstep.cli.pictures import choose_labels, places, write_pictures
+    from fewstep.evaluate.sample import departures, generate
+
+    loaded = load_model(model, raw=raw, device=device)
+    if raw and loaded.source.holds == ("raw",):
+        warnings.warn(f"--raw has no effect: {model} holds one set of weights", stacklevel=2)
+    sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
+    if guidance is not None:
+        sampling = sampling.model_copy(update={"guidance_scale": guidance})
+    for departure in departures(loaded.sampling, sampling):
+        warnings.warn(departure, stacklevel=2)
+    chosen = choose_labels(label or [], loaded.classes, num)
+    sampler = loaded.sampler(sampling)
+    made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, batch=batch, device=loaded.device)
+    pixels = loaded.codec.decode(made.x0)
+    grid, folder = places(out, loaded.name, seed)
+    paths = write_pictures(pixels, chosen, loaded.classes, grid, folder if single_files else None)
+    solver = f"{len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}"
+    speed = 1000 * sum(made.batch_s) / len(chosen)
+    say(
+        f"{len(chosen)} samples of {model} (iteration {loaded.source.iteration}, {loaded.weights} weights): {solver}, "
+        f"{made.network_calls:g} network calls and {speed:.3g} ms a sample on {loaded.device.type}"
+    )
+    say(f"Wrote {paths[0]}" + (f" and {len(paths) - 1} single files in {paths[1].parent}" if paths[1:] else ""))
