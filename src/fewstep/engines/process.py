@@ -73,10 +73,10 @@ class ProcessEngine:
 
     @torch.no_grad()
     def _record(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> Any:
-        pieces = list(self._pieces(phase, iteration, batch, records))
-        record = concat([phase.run(**arguments) for arguments, _ in pieces])
-        assert_detached(record, phase.gives or phase.name)
-        return record
+        made = [phase.run(**arguments) for arguments, _ in self._pieces(phase, iteration, batch, records)]
+        for record in made:  # concat, without gradient, would end a graph in silence
+            assert_detached(record, phase.gives or phase.name)
+        return concat(made)
 
     def _train(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> dict[str, Tensor]:
         metrics: dict[str, Tensor] = {}
