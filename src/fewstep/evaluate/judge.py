@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from fewstep.evaluate.cache import cached, data_hash
 from fewstep.evaluate.classifier import as_values
 from fewstep.evaluate.picture import to_uint8
 from fewstep.evaluate.quality import Gaussian, frechet_distance, neighbourhood
+from fewstep.rng import permutation
 
 _BATCH = 500
 
@@ -52,14 +53,16 @@ def mean(qualities: Sequence[Quality]) -> Quality:
 
 def spread(qualities: Sequence[Quality]) -> Quality:
     """The standard deviation between seeds (n - 1), metric by metric; NaN for one seed."""
-    return _by_metric(qualities, lambda values: stdev(values) if len(values) > 1 else math.nan)
+    return _by_metric(
+        qualities, lambda values: torch.tensor(values).double().std().item() if len(values) > 1 else math.nan
+    )
 
 
 class Judge:
     """Compares samples with the features of real data.
 
     reference: the split that is compared with; where there is one that no training sees, that. At most 10,000 of its
-    items are used, evenly spread. Their features are kept in ``cache``, by the hash of the data and the extractor.
+    items are used. Their features are kept in ``cache``, by the hash of the data and the extractor.
     accuracy: the extractor's own, on that data; None without classes.
 
     Raises UserError if the reference holds too few items for the extractor.
@@ -69,7 +72,7 @@ class Judge:
         self, extractor: Extractor, reference: LabelledImages, cache: Path, device: torch.device | str = "cpu"
     ):
         self.extractor, self.classes, self.device = extractor, reference.classes, device
-        ids = spread_ids(len(reference), MAX_REFERENCE)
+        ids = chosen_ids(len(reference), MAX_REFERENCE)
         self.reference_id = data_hash(reference, ids)[:16]
         self.features, self._labels = reference_features(reference, ids, extractor, cache, device)
         self.gaussian = Gaussian.of(self.features)
@@ -95,22 +98,23 @@ class Judge:
     def real(self, dataset: LabelledImages, num_samples: int) -> Quality:
         """Real data against real data: what a perfect model would reach with so many samples.
 
-        ``dataset`` should be another split than the reference; where it is the same, the odd items of the reference are
-        judged by the even ones.
+        ``dataset`` should be another split than the reference; where it is the same, one half of it is judged by the
+        other.
         """
-        ids = spread_ids(len(dataset), MAX_REFERENCE)
+        ids = chosen_ids(len(dataset), MAX_REFERENCE)
         if data_hash(dataset, ids)[:16] == self.reference_id:
-            odd, even = self.features[1::2][:num_samples], self.features[::2]
-            return self._compare(odd, self._labels[1::2][:num_samples], Gaussian.of(even), even)
-        items = dataset.items(spread_ids(len(dataset), num_samples))
+            judged, kept = permutation(0, "halves", len(ids)).chunk(2)
+            judged, rest = judged[:num_samples], self.features[kept]
+            return self._compare(self.features[judged], self._labels[judged], Gaussian.of(rest), rest)
+        items = dataset.items(chosen_ids(len(dataset), num_samples))
         return self(as_values(items.pixels), items.label)
 
     def _compare(
-        self, features: Features, labels: Int64[Tensor, "b"], gaussian: Gaussian, reference: Features
+        self, features: Features, labels: Int64[Tensor, "b"], gaussian: Gaussian, reference: Float[Tensor, "m d"]
     ) -> Quality:
         """Precision, recall and coverage compare with as many real items as there are samples, where there are."""
         frechet = frechet_distance(Gaussian.of(features), gaussian)
-        shares = neighbourhood(features, reference[spread_ids(len(reference), len(features))])
+        shares = neighbourhood(features, reference[chosen_ids(len(reference), len(features))])
         return Quality(frechet=frechet, accuracy=self._accuracy(features, labels), **shares._asdict())
 
     def _accuracy(self, features: Features, labels: Int64[Tensor, "b"]) -> float | None:
@@ -137,10 +141,9 @@ def features_of(extractor: Extractor, pixels: Tensor, device: torch.device | str
     return torch.cat([extractor.features(as_values(chunk.to(device))) for chunk in pixels.split(_BATCH)])
 
 
-def spread_ids(num: int, most: int) -> Int64[Tensor, "n"]:
-    """At most ``most`` of the ids 0, ..., num - 1, evenly spread."""
-    kept = min(num, most)
-    return torch.arange(kept) * num // kept
+def chosen_ids(num: int, most: int) -> Int64[Tensor, "n"]:
+    """At most ``most`` of the ids 0, ..., num - 1: always the same random choice, in ascending order."""
+    return permutation(0, "chosen items", num)[:most].sort().values
 
 
 def _by_metric(qualities: Sequence[Quality], reduce: Callable[[list[float]], float]) -> Quality:

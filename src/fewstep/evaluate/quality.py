@@ -80,7 +80,7 @@ class Neighbourhood(NamedTuple):
     coverage: float
 
 
-def neighbourhood(samples: Points, real: Points, k: int = 3, coverage_k: int = 5) -> Neighbourhood:
+def neighbourhood(samples: Points, real: Float[Tensor, "m d"], k: int = 3, coverage_k: int = 5) -> Neighbourhood:
     """Fidelity and diversity by nearest neighbours. A point lies among a set if it is in a ball around one of the set's
     points that reaches that point's k-th nearest fellow.
 

@@ -94,8 +94,8 @@ def departures(trained: SamplingSection, used: SamplingSection) -> list[str]:
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Inside, all modules of the model (a module, or a role with its ``network``) are in evaluation mode; after it, each
-    is as it was."""
+    """Inside, all modules of the model (a module, or a role with its ``network``) are in evaluation mode; after it,
+    each is as it was."""
     network = model if isinstance(model, nn.Module) else getattr(model, "network", None)
     modules = list(network.modules()) if isinstance(network, nn.Module) else []
     training = [module.training for module in modules]
