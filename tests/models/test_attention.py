@@ -150,6 +150,8 @@ def test_tiles_found_from_frames_are_those_found_pair_by_pair(frame_tokens, teac
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
     for name in ("kv", "full_kv", "q", "full_q"):
         assert torch.equal(getattr(found, f"{name}_num_blocks"), getattr(expected, f"{name}_num_blocks"))
+        assert torch.equal(getattr(found, f"{name}_indices"), getattr(expected, f"{name}_indices"))
+        assert getattr(found, f"{name}_indices").is_contiguous()
     assert found.seq_lengths == expected.seq_lengths
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, silu, softplus
 
-from fewstep.models.discriminator import Discriminator, DiscriminatorSection
+from fewstep.models.discriminator import Discriminator
 from tests.models.tiny import randomise
 
 
@@ -17,8 +17,8 @@ def features(num: int = 2, dtype: torch.dtype = torch.float64) -> tuple[torch.Te
     return tuple(torch.randn(3, 7, 48, dtype=dtype) for _ in range(num))
 
 
-def made(num: int = 2, dtype: torch.dtype = torch.float64, hidden: int | None = 20) -> Discriminator:
-    discriminator = Discriminator(48, num, DiscriminatorSection(hidden=hidden))
+def made(num: int = 2, dtype: torch.dtype = torch.float64) -> Discriminator:
+    discriminator = Discriminator(48, num)
     randomise(discriminator)
     return discriminator.to(dtype)
 
@@ -40,7 +40,7 @@ def test_the_logit_is_the_written_formula():
     (tokens,) = features(1)
     x = layer_norm(tokens, (48,), state["norm.weight"], state["norm.bias"])
     x = silu(x @ state["hidden.weight"].T + state["hidden.bias"]).mean(1)
-    x = layer_norm(x, (20,), state["output_norm.weight"], state["output_norm.bias"])
+    x = layer_norm(x, (48,), state["output_norm.weight"], state["output_norm.bias"])
     expected = x @ state["output.weight"][0] + state["output.bias"]
     assert torch.allclose(discriminator((tokens,)), expected, atol=1e-12)
 

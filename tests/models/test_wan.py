@@ -11,7 +11,7 @@ from fewstep.models.families import build
 from fewstep.models.wan.model import Wan
 from fewstep.models.wan.sizes import WanSection
 from fewstep.records import map_tensors, rows
-from tests.models.tiny import LABELS, inputs, relative, tiny_section, tiny_wan
+from tests.models.tiny import LABELS, TEXT, inputs, relative, tiny_section, tiny_wan
 
 
 def test_a_wan_network_is_a_flow_model():
@@ -152,6 +152,31 @@ def test_nothing_runs_after_the_last_layer_asked_for():
     found = outputs_of(network, ("blocks.0", "blocks.1", "blocks.2", "head"))
     network.features(*inputs(), (1,))
     assert found.keys() == {"blocks.0", "blocks.1"}
+
+
+def test_public_methods_never_call_each_other(monkeypatch):
+    """FSDP2 wraps each of them by itself (DESIGN section 7)."""
+    network = tiny_wan()
+    for broken, works in (("velocity", "features"), ("features", "velocity")):
+        with monkeypatch.context() as patch:
+            patch.setattr(network, broken, None)
+            getattr(network, works)(*inputs(), *([(1,)] if works == "features" else []))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("conditioner", [TEXT, LABELS], ids=["embedding", "class_label"])
+def test_nothing_waits_for_the_device(conditioner):
+    """No host sync in forward or backward, once the positions of the shape are known."""
+    network = tiny_wan(tiny_section(conditioner)).cuda()
+    x_t, sigma, cond = inputs()
+    given = map_tensors(torch.Tensor.cuda, (x_t, sigma, cond if conditioner is TEXT else network.conditioner.null(2)))
+    network.velocity(*given).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        network.velocity(*given).sum().backward()
+        network.features(*given, (1,))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("layers", [(), (1, 0), (0, 0), (-1,), (3,)])

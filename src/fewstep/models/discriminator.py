@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import torch
-from pydantic import PositiveInt
 from torch import Generator, nn
 
 from fewstep.models.precision import WideLayerNorm, WideLinear
-from fewstep.section import Section
 from fewstep.shapes import PerSample, Tokens
-
-
-class DiscriminatorSection(Section):
-    """The size of the discriminator's head."""
-
-    hidden: PositiveInt | None = None
-    """Width of its hidden layer; that of the features when left out."""
 
 
 class Discriminator(nn.Module):
@@ -25,11 +16,10 @@ class Discriminator(nn.Module):
     several layers are averaged. Positive means real. With ``output`` at zero every logit is 0.
     """
 
-    def __init__(self, width: int, num_features: int = 1, section: DiscriminatorSection | None = None):
+    def __init__(self, width: int, num_features: int = 1):
         """width: of a feature token. num_features: how many layers are read."""
         super().__init__()
-        hidden = (section or DiscriminatorSection()).hidden or width
-        self.heads = nn.ModuleList(_Head(width, hidden) for _ in range(num_features))
+        self.heads = nn.ModuleList(_Head(width) for _ in range(num_features))
 
     def forward(self, features: tuple[Tokens, ...]) -> PerSample:
         """The logit of every sample. Raises ValueError for another number of layers than the head was built for."""
@@ -53,13 +43,13 @@ class Discriminator(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self, width: int, hidden: int):
+    def __init__(self, width: int):
         super().__init__()
         self.norm = WideLayerNorm(width)
-        self.hidden = WideLinear(width, hidden)
+        self.hidden = WideLinear(width, width)
         self.activation = nn.SiLU()
-        self.output_norm = WideLayerNorm(hidden)
-        self.output = WideLinear(hidden, 1)
+        self.output_norm = WideLayerNorm(width)
+        self.output = WideLinear(width, 1)
 
     def forward(self, tokens: Tokens) -> PerSample:
         pooled = self.activation(self.hidden(self.norm(tokens))).mean(1)
