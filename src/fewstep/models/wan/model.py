@@ -35,7 +35,7 @@ Modulation = Float[Tensor, "b f k d"]
 class Wan(nn.Module):
     """The network of a ``WanSection``: predicts the velocity ``noise - x0``.
 
-    Its weights are not drawn when it is built: ``initialise`` it or load a state dict. Public methods call private ones
+    Its weights mean nothing until ``initialise`` draws them or a state dict is loaded. Public methods call private ones
     and never each other, so that each can be wrapped by itself (FSDP2's ``register_fsdp_forward_method``).
     """
 
