@@ -48,7 +48,7 @@ def iteration_axis(values: Sequence[float], most_ticks: int) -> Axis:
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    ticks = _linear_ticks(low, high, most_ticks)
+    ticks = _linear_ticks(low, high, most_ticks, factors=(1.0, 2.0, 5.0, 10.0))
     return Axis(low, high, False, tuple(tick for tick in ticks if tick[0] == int(tick[0])))
 
 
@@ -64,10 +64,12 @@ def time_axis(values: Sequence[float], most_ticks: int) -> Axis:
     return Axis(0.0, high, False, tuple((tick, f"{number(tick / unit_s)} {unit}") for tick in ticks))
 
 
-def _linear_ticks(low: float, high: float, most: int) -> tuple[tuple[float, str], ...]:
+def _linear_ticks(
+    low: float, high: float, most: int, factors: tuple[float, ...] = (1.0, 2.0, 2.5, 5.0, 10.0)
+) -> tuple[tuple[float, str], ...]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    step = next(power * factor for factor in factors if power * factor >= rough * 0.999)
     digits = max(0, 2 - math.floor(math.log10(step)))
     places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
     return tuple((tick, number(tick)) for tick in (round(place * step, digits) for place in places))

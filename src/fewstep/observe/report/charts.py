@@ -91,7 +91,7 @@ def _svg(chart: Chart, places: Sequence[float], finite: Sequence[float]) -> str:
     horizontal = time_axis if chart.over == "time" else iteration_axis
     up = value_axis(finite, chart.linear)
     left = 14 + 6.4 * max((len(label) for _, label in up.ticks), default=0)
-    frame = _Frame(horizontal(places, width // 100), up, left, width - _RIGHT, height - _BOTTOM, _TOP)
+    frame = _Frame(horizontal(places, max(4, width // 100)), up, left, width - _RIGHT, height - _BOTTOM, _TOP)
     lines = [(series, thinned(series.points)) for series in chart.series]
     drawn = "".join(_line(frame, series, line, chart.over == "time") for series, line in lines)
     lines = [(series, line) for series, line in lines if any(line)]
