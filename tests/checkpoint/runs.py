@@ -105,6 +105,7 @@ def kill_at_any_moment(checkpoints: Path, kills: int) -> None:
             os.write(writing, iteration.to_bytes(8, "little"))
         os.close(writing)
         promised = os.read(reading, 8)
+        assert promised, "the save after a kill failed"
         time.sleep(draw.uniform(0, 2) * (time.monotonic() - begin))
         os.kill(saver, signal.SIGKILL)
         os.waitpid(saver, 0)
@@ -121,16 +122,18 @@ def kill_before_every_step(checkpoints: Path, forward: int) -> None:
     """
     iteration = 1
     save_full_of(0, checkpoints, iteration)
-    for step in itertools.count(1):
+    for step in range(1, 200):
         saver = os.fork()
         if saver == 0:
             kill_this_process_before_operation(step)
             save_full_of(step, checkpoints, iteration + forward)
             os._exit(0)
-        survived = os.waitpid(saver, 0)[1] == 0
+        status = os.waitpid(saver, 0)[1]
         iteration = report(checkpoints, iteration)
-        if survived:
+        if not os.WIFSIGNALED(status):
+            assert status == 0, "the save after a kill failed"
             return
+    raise AssertionError("every save after a kill takes more operations than the one before")
 
 
 def kill_this_process_before_operation(number: int) -> None:
