@@ -98,9 +98,10 @@ def engine(
     """A new engine; every one of the same arguments is equal to the last bit."""
     optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
     schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
+    masters = torch.promote_types(dtype, torch.float32)
     roles: dict[str, Role] = {}
     for name, net in (made or networks(method)).items():
-        placed = net.to(dtype) if name in method.trained else freeze(net, CPU, dtype)
+        placed = net.to(masters) if name in method.trained else freeze(net, CPU, dtype)
         roles[name] = Role(name, placed, dtype)
     optimizers = {
         name: RoleOptimizer(roles[name].parameters(), optimizer, schedule, updates)
@@ -111,7 +112,7 @@ def engine(
     source = BatchSource(
         Tiles(),
         BatchOrder(seed, len(Tiles()), batch, method.num_batches),
-        lambda pixels: codec.encode(pixels).to(dtype),
+        lambda pixels: codec.encode(pixels).to(masters),
         lambda labels: (conditioner.condition(labels), conditioner.null(len(labels))),
         CPU,
     )
