@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from fewstep.data.sources import open_dataset
 from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
+from fewstep.models.api import Geometry
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
@@ -32,12 +33,14 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": t
 class RolePlan:
     """Where a role's network and weights come from, and how it is trained (``optimizer`` None: it is not).
 
-    source: None for weights drawn at random. model: None for the discriminator, whose size follows from its features.
+    source: None for weights drawn at random, by the stream of the role ``drawn_for`` (two roles of one stream start
+    alike). model: None for the discriminator, whose size follows from its features.
     """
 
     model: ModelSection | None
     source: Source | None
     weights: Literal["ema", "raw"] = "ema"
+    drawn_for: str = ""
     optimizer: OptimizerSection | None = None
     schedule: ScheduleSection | None = None
 
@@ -67,7 +70,7 @@ class Plan:
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """A network for every role, its weights not yet set."""
         with torch.device(device):
-            made = {name: build(role.model) for name, role in self.roles.items() if role.model is not None}
+            made = {name: build(role.model, device) for name, role in self.roles.items() if role.model is not None}
             if "discriminator" in self.roles:
                 gan = self.recipe.method.gan
                 made["discriminator"] = Discriminator(made[gan.features].width, len(gan.layers or (0,)))
@@ -104,7 +107,12 @@ def resolve_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
     """The device and the precision that the engine section stands for on this machine."""
     engine = recipe.engine
     name = engine.device if engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(
+            f"engine.device = {name}: there is no such kind of device; write 'auto', 'cpu' or 'cuda'"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"engine.device = {name}: this machine has no CUDA device; write 'cpu' or 'auto'")
     automatic = "bfloat16" if device.type == "cuda" else "float32"
@@ -128,6 +136,7 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
             planned["discriminator"] = RolePlan(
                 None,
                 None,
+                drawn_for="discriminator",
                 optimizer=(head and head.optimizer) or optimizer,
                 schedule=(head and head.schedule) or schedule,
             )
@@ -137,22 +146,27 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
 def misfits(plan: Plan) -> list[str]:
     """What does not fit between the data, the codec and the networks."""
     errors, (_, channels, height, width) = [], plan.shape
+    if plan.codec.channels != channels:
+        errors.append(f"codec: it has mean and std of {plan.codec.channels} channels, the data have {channels}")
     networks = plan.networks("meta")
     for name, role in plan.roles.items():
         if role.model is None:
             continue
-        geometry, network = networks[name].geometry, networks[name]
+        geometry: Geometry = networks[name].geometry  # type: ignore[assignment]
         if geometry.channels != channels:
             errors.append(f"{name}: its network has {geometry.channels} latent channels, the data {channels}")
         try:
             geometry.tokens_per_frame(height, width)
         except ValueError as error:
             errors.append(f"{name}: {error}; write another data.size, or {name}.model.patch")
-        classes = getattr(network.conditioner, "num_classes", None)
-        if classes is not None and classes != len(plan.dataset.classes):
-            errors.append(f"{name}: its network knows {classes} classes, the data set has {len(plan.dataset.classes)}")
+        classes = getattr(role.model.conditioner, "classes", None)
+        if classes != len(plan.dataset.classes):
+            errors.append(
+                f"{name}: its network is conditioned on {classes or 'no'} classes ({role.model.conditioner.name}), the "
+                f"data set has {len(plan.dataset.classes)}; take another network or other data"
+            )
         codec = role.source.codec if role.source else None
-        if codec is not None and IdentityCodec(IdentitySection.model_validate(codec)).id != plan.codec.id:
+        if role.source and codec and IdentityCodec(IdentitySection.model_validate(codec)).id != plan.codec.id:
             errors.append(
                 f"codec: {name} ({role.source.path}) was trained on latents of {codec}, this recipe makes latents of "
                 f"{plan.recipe.codec.model_dump()}; write the codec of {name}"
@@ -189,14 +203,14 @@ def _trained(
     schedule: ScheduleSection,
 ) -> RolePlan:
     if section.init == "random":
-        start = RolePlan(section.model, None)
+        start = RolePlan(section.model, None, drawn_for=name)
     elif section.init in planned:
         start = planned[section.init]
     else:
         start = _from_source(name, section.init, section.weights)
     if section.init != "random" and section.model is not None and section.model != start.model:
         raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
-    return RolePlan(start.model, start.source, start.weights, optimizer, schedule)
+    return replace(start, optimizer=optimizer, schedule=schedule)
 
 
 def _from_source(name: str, path: str, weights: Literal["ema", "raw"]) -> RolePlan:

@@ -19,6 +19,7 @@ from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_check
 from fewstep.config import dump_recipe
 from fewstep.data.batches import BatchSource
 from fewstep.data.order import BatchOrder
+from fewstep.data.sources import open_dataset
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import Role, freeze
 from fewstep.errors import UserError
@@ -41,7 +42,7 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
     with run.lock(), StopRequest() as stop:
         engine = assemble(plan)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
-        saved = iteration if resume else None
+        saved, farewell = iteration or None, ""
         run.recipe.write_text(dump_recipe(recipe))
         run.environment.write_text(json.dumps(environment(plan), indent=1))
         observer = Observer(
@@ -53,8 +54,9 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
             iteration=iteration,
             time_s=time_s,
         )
-        validate = validator(plan, engine, run, observer)
         try:
+            with observer.clock.paused():
+                validate = validator(plan, engine, run, observer)
             while iteration < recipe.iterations and not stop.asked:
                 metrics = engine.run(iteration)
                 iteration += 1
@@ -65,8 +67,9 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
                 validate(iteration, last)
             if saved != iteration:
                 save(engine, plan, run, observer, iteration)
+            farewell = _farewell(run, iteration >= recipe.iterations)
         finally:
-            observer.close(_farewell(run, iteration >= recipe.iterations))
+            observer.close(farewell)
     return iteration >= recipe.iterations
 
 
@@ -76,7 +79,7 @@ def assemble(plan: Plan) -> ProcessEngine:
     loaded: dict[tuple[Any, str], dict[str, Tensor]] = {}
     for name, role in plan.roles.items():
         if role.source is None:
-            networks[name].initialise(generator(recipe.seed, name))  # type: ignore[operator]
+            networks[name].initialise(generator(recipe.seed, role.drawn_for))  # type: ignore[operator]
             continue
         origin = (role.source.path, role.weights)
         if origin not in loaded:
@@ -122,8 +125,19 @@ def validator(plan: Plan, engine: ProcessEngine, run: RunFolder, observer: Obser
     if section is None:
         return lambda iteration, last: None
     student = engine.roles["student"]
+    conditioner: Any = student.network.conditioner
     check = Validator(
-        section, plan.recipe.sampling, plan.dataset, plan.codec, student.network.conditioner, run, plan.device
+        section,
+        plan.recipe.sampling,
+        conditioner,
+        plan.codec,
+        plan.dataset,
+        open_dataset(plan.recipe.data, "test"),
+        shape=plan.shape,
+        folder=run.samples,
+        dtype=plan.sampler.dtype,
+        device=plan.device,
+        plugins=plan.recipe.plugins,
     )
 
     def validate(iteration: int, last: bool) -> None:
