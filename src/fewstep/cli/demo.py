@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,9 +28,9 @@ def demo(
     say("2/3  The student: DMD2 with its GAN term, 4 steps (recipe wan_nano/dmd2).", style="bold")
     train("wan_nano/dmd2", student, [f"teacher.init={teacher}"])
     say(f"3/3  Both against data that no training saw: {NUM_SAMPLES:,} samples each, the same noise.", style="bold")
-    compare(teacher, student, out)
+    picture = compare(teacher, student)
     say(
-        f"\nThe pictures: {out / 'comparison.png'}\nThe report:   {student / 'report.html'}\n\nTry next:\n"
+        f"\nThe picture: {picture}\nThe report:  {student / 'report.html'}\n\nTry next:\n"
         f"  fewstep sample {student} --label Sneaker      samples of one class\n"
         f"  fewstep sample {student} --steps 1            fewer steps than it was trained for\n"
         f"  fewstep export {student} exported             a folder for diffusers\n"
@@ -53,28 +53,23 @@ def train(name: str, place: Path, overrides: list[str]) -> None:
         raise typer.Exit(STOPPED)
 
 
-def compare(teacher_run: Path, student_run: Path, folder: Path) -> None:
-    """Prints the table, and writes it, the picture and the report."""
-    import torch
-
+def compare(teacher_run: Path, student_run: Path, num_samples: int = NUM_SAMPLES) -> Path:
+    """Prints the table; writes it, the picture and the report into the student's run. Returns the picture's path."""
+    from fewstep.checkpoint.run_folder import RunFolder
     from fewstep.cli.judging import measure, open_judge
     from fewstep.cli.model import load_model
+    from fewstep.cli.pictures import write_comparison
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
-    from fewstep.evaluate.picture import save_grid
-    from fewstep.evaluate.sample import generate
     from fewstep.observe.report import write_report
 
-    teacher, student = load_model(teacher_run), load_model(student_run)
+    teacher, student, run = load_model(teacher_run), load_model(student_run), RunFolder(student_run)
     judge, real = open_judge(student, None)
-    models = [(teacher, steps) for steps in TEACHER_STEPS] + [(student, len(student.sampling.resolved()))]
-    rows, pictures, names = [evaluate_real(judge, real, NUM_SAMPLES)], [], []
-    for model, steps in models:
-        rows.append(measure(model, judge, steps, num_samples=NUM_SAMPLES, seeds=(0,), batch=100))
-        sampler, labels = model.sampler(model.sampling.with_steps(steps)), torch.arange(len(model.classes))
-        made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device)
-        pictures.append(model.codec.decode(made.x0))
-        names.append(f"{model.name}, {steps} steps")
+    models = [(teacher, steps) for steps in TEACHER_STEPS] + [(student, None)]
+    settings: dict[str, Any] = {"num_samples": num_samples, "seeds": (0,), "batch": 100}
+    rows = [evaluate_real(judge, real, num_samples)]
+    rows += [measure(model, judge, steps, **settings) for model, steps in models]
     console.print(evaluation_table(rows))
-    save_evaluations(student_run / "evaluation.json", rows)
-    save_grid(folder / "comparison.png", pictures, names)
+    save_evaluations(run.evaluation, rows)
+    write_comparison(run.samples / "compare.png", teacher, student)
     write_report(student_run)
+    return run.samples / "compare.png"

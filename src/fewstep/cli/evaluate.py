@@ -47,7 +47,9 @@ def evaluate(
     """
     from fewstep.cli.judging import measure, open_judge, show_stops
     from fewstep.cli.model import load_model
+    from fewstep.cli.pictures import write_comparison
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
+    from fewstep.observe.report import write_report
 
     loaded = load_model(model, raw=raw, device=device)
     others = [load_model(path, raw=raw, device=device) for path in compare or []]
@@ -59,6 +61,11 @@ def evaluate(
     console.print(evaluation_table(rows))
     for row in rows:
         show_stops(row)
-    place = out or (model if loaded.source.kind == "run" else Path()) / "evaluation.json"
+    is_run = loaded.source.kind == "run"
+    place = out or (model if is_run else Path()) / "evaluation.json"
     save_evaluations(place, rows)
     say(f"Wrote {place}")
+    if is_run and out is None:
+        if others:
+            write_comparison(model / "samples" / "compare.png", others[0], loaded)
+        say(f"Wrote {write_report(model)}")

@@ -1,4 +1,4 @@
-"""Which samples ``fewstep sample`` makes, and the pictures that it writes."""
+"""The pictures that commands write: samples of one model, and two models side by side."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
+from fewstep.cli.model import LoadedModel
 from fewstep.data.api import Labels
 from fewstep.errors import UserError
 from fewstep.evaluate.api import PixelValues
 from fewstep.evaluate.picture import save_grid, save_pictures
+from fewstep.evaluate.sample import generate
 
 COLUMNS = 16
 """Pictures in one row of a grid, at most."""
+COMPARED_STEPS = (4, 2, 1)
 
 
 def choose_labels(wanted: Sequence[str], classes: tuple[str, ...], num: int | None) -> Labels:
@@ -51,11 +54,28 @@ def write_pictures(
     """Writes the grid, a class a row (several where it has many samples), and into ``folder`` every sample as a file.
     Returns the paths, the grid's first."""
     rows, names = [], []
+    width = min(COLUMNS, int(labels.bincount().max()))
     for label in labels.unique().tolist():
-        for part, ids in enumerate((labels == label).nonzero().flatten().split(COLUMNS)):
-            rows.append(pixels[ids])
+        for part, ids in enumerate((labels == label).nonzero().flatten().split(width)):
+            blank = pixels.new_ones(width - len(ids), *pixels.shape[1:])
+            rows.append(torch.cat([pixels[ids], blank]))
             names.append("" if part else classes[label])
     save_grid(grid, rows, names)
     if folder is None:
         return [grid]
     return [grid, *save_pictures(folder, pixels, [classes[label] for label in labels.tolist()])]
+
+
+def write_comparison(path: Path, teacher: LoadedModel, student: LoadedModel) -> None:
+    """A picture of both on the same noise, a class a column: the teacher at its own number of steps, then each of the
+    two at 4, 2 and 1 steps."""
+    labels = torch.arange(min(len(student.classes), COLUMNS))
+    rows = [(teacher, len(teacher.sampling.resolved()))]
+    rows += [(model, steps) for steps in COMPARED_STEPS for model in (teacher, student)]
+    pictures, names = [], []
+    for model, steps in rows:
+        sampler = model.sampler(model.sampling.with_steps(steps))
+        made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device)
+        pictures.append(model.codec.decode(made.x0))
+        names.append(f"{model.name}, {steps}")
+    save_grid(path, pictures, names)
