@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tests.mutants.mutants import MUTANTS, Mutant
 
@@ -45,7 +45,7 @@ class Verdict:
 
 def mutate(mutant: Mutant, root: Path) -> None:
     """Applies the mutant to the tree at ``root``. Raises ValueError if its text does not stand there exactly once."""
-    file = root / mutant.file
+    file = root / "src" / "fewstep" / mutant.file
     text = file.read_text() if file.is_file() else ""
     found = text.count(mutant.old)
     if found != 1:
@@ -96,7 +96,7 @@ def _copy(root: Path, folder: Path) -> Path:
 
 
 def _pytest(root: Path, tests: Sequence[str], timeout_s: float | None = TIMEOUT_S) -> tuple[int, str]:
-    """Exit status and output of pytest in the tree at ``root``, up to the first failure."""
+    """Exit status and output of pytest's ``tests`` in the tree at ``root``, up to the first failure."""
     options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
     environment = os.environ | {
         "PYTHONPATH": str(root / "src"),
@@ -104,7 +104,7 @@ def _pytest(root: Path, tests: Sequence[str], timeout_s: float | None = TIMEOUT_
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *tests],
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
         cwd=root,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -132,7 +132,7 @@ def main() -> int:
         console.print(red, markup=False, highlight=False)
         console.print("These tests fail on the sound code: nothing can be said of the mutants.")
         return 1
-    table = Table("mutant", "caught by", "s")
+    table = Table("mutant", Column("caught by", overflow="fold"), "s")
     survivors = 0
     for verdict in judge_all(mutants, arguments.jobs):
         console.print(f"{'caught  ' if verdict.caught else 'SURVIVED'}  {verdict.mutant.name}", highlight=False)

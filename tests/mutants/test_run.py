@@ -14,25 +14,27 @@ from tests.mutants.run import ROOT, judge, judge_all, mutate, red_without_mutant
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A package that doubles, with a test that notices whether it does."""
-    for folder in ("src", "tests"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "src" / "double.py").write_text("def double(x):\n    return x * 2\n")
+    package = tmp_path / "src" / "fewstep"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "double.py").write_text("def double(x):\n    return x * 2\n")
+    (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_double.py").write_text(
-        "from double import double\n\n\ndef test_three():\n    assert double(3) == 6\n\n\n"
+        "from fewstep.double import double\n\n\ndef test_three():\n    assert double(3) == 6\n\n\n"
         "def test_two():\n    assert double(2) == 4\n"
     )
     return tmp_path
 
 
 def mutant(old: str = "* 2", new: str = "+ 2", test: str = "test_three") -> Mutant:
-    return Mutant("double", "src/double.py", old, new, (f"tests/test_double.py::{test}",))
+    return Mutant("double", "double.py", old, new, (f"test_double.py::{test}",))
 
 
 def test_a_mutant_is_caught_by_the_test_that_turns_red_and_a_blind_test_lets_it_survive(tree):
     caught, survived = sorted(judge_all([mutant(), mutant(test="test_two")], 2, tree), key=lambda v: not v.caught)
     assert (caught.caught, caught.by) == (True, "test_double.py::test_three")
     assert (survived.caught, survived.by) == (False, "SURVIVED")
-    assert "x * 2" in (tree / "src" / "double.py").read_text(), "the tree itself must stay as it is"
+    assert "x * 2" in (tree / "src" / "fewstep" / "double.py").read_text(), "the tree itself must stay as it is"
 
 
 @pytest.mark.parametrize(("old", "count"), [("* 3", 0), ("x", 2)])
@@ -57,8 +59,8 @@ def test_tests_that_are_red_on_the_sound_code_are_told(tree):
 def test_every_mutant_still_applies_and_its_tests_exist():
     assert max(Counter(m.name for m in MUTANTS).values(), default=1) == 1
     for m in MUTANTS:
-        assert (ROOT / m.file).read_text().count(m.old) == 1, m.name
+        assert (ROOT / "src" / "fewstep" / m.file).read_text().count(m.old) == 1, m.name
         assert m.old != m.new, m.name
         for test in m.tests:
             file, _, name = test.partition("::")
-            assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), f"{m.name}: {test}"
+            assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), f"{m.name}: {test}"
