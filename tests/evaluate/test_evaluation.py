@@ -156,7 +156,7 @@ def test_the_table_has_a_row_for_each_with_the_spread_of_several_seeds(judge: Ju
     console = Console(file=io.StringIO(), width=160)
     console.print(evaluation_table(entries))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    rows = [line for line in text.splitlines() if "student" in line or "real data" in line]
+    rows = [line for line in text.splitlines() if line.strip().startswith(("student", "real data"))]
     assert len(rows) == 3
     assert f"{entries[1].frechet:.3g}" in rows[1]
     assert "±" not in rows[1]

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fewstep.errors import UserError
 from fewstep.evaluate.api import LabelledImages
 from fewstep.evaluate.cache import written_whole
-from fewstep.evaluate.judge import Judge, Quality, mean, spread
+from fewstep.evaluate.judge import METRICS, Judge, Quality, mean, spread
 from fewstep.evaluate.sample import LabelConditioner, Samples, balanced_labels, generate
 from fewstep.models.api import FlowModel
 from fewstep.models.codec import IdentityCodec
@@ -158,12 +159,14 @@ def load_evaluations(path: Path) -> list[Evaluation]:
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     """One row for each, in the order given; the spread over the seeds where there are several."""
-    table = Table(title="Quality and cost", caption=_caption(evaluations))
-    table.add_column("Model")
-    for heading in ("Steps", "Network calls", *_HEADINGS.values(), "ms per image"):
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=_caption(evaluations), caption_justify="left"
+    )
+    table.add_column("Model", no_wrap=True)
+    for heading in ("Steps", "Calls", *(name.capitalize() for name in METRICS), "ms"):
         table.add_column(heading, justify="right")
     for entry in evaluations:
-        quality = [_with_spread(entry, metric) for metric in _HEADINGS]
+        quality = [_with_spread(entry, metric) for metric in METRICS]
         ms = "" if entry.ms_per_image is None else f"{entry.ms_per_image:.3g}"
         steps, calls = (str(entry.num_steps), f"{entry.network_calls:g}") if entry.num_steps else ("", "")
         table.add_row(entry.name, steps, calls, *quality, ms)
@@ -177,14 +180,6 @@ def device_name(device: torch.device | str) -> str:
 
 
 _LIST = TypeAdapter(list[Evaluation])
-
-_HEADINGS = {
-    "frechet": "Frechet distance",
-    "accuracy": "Accuracy",
-    "precision": "Precision",
-    "recall": "Recall",
-    "coverage": "Coverage",
-}
 
 
 def _judged_by(judge: Judge) -> dict[str, Any]:
@@ -211,9 +206,12 @@ def _with_spread(entry: Evaluation, metric: str) -> str:
 
 def _caption(evaluations: Sequence[Evaluation]) -> str:
     samples = _range([entry.num_samples for entry in evaluations])
-    seeds = _range([len(entry.seeds) for entry in evaluations if entry.seeds])
+    seeds = _range([max(1, len(entry.seeds)) for entry in evaluations])
     judges = ", ".join(sorted({entry.extractor for entry in evaluations}))
-    return f"{samples} samples, {seeds} seed(s); features of {judges}"
+    return (
+        f"{samples} samples, {seeds} seed{'s' * (seeds != '1')}; calls of the network and ms are for one sample.\n"
+        f"Frechet distance to real data, seen by {judges}."
+    )
 
 
 def _range(counts: Sequence[int]) -> str:
