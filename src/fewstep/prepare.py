@@ -68,12 +68,15 @@ class Plan:
         return {name: role.model.model_dump(mode="json") for name, role in self.roles.items() if role.model is not None}
 
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
-        """A network for every role, its weights not yet set."""
-        with torch.device(device):
-            made = {name: build(role.model, device) for name, role in self.roles.items() if role.model is not None}
-            if "discriminator" in self.roles:
-                gan = self.recipe.method.gan
-                made["discriminator"] = Discriminator(made[gan.features].width, len(gan.layers or (0,)))
+        """A network for every role, its weights not yet set; no random stream is touched."""
+        made: dict[str, Any] = {
+            name: build(role.model, device) for name, role in self.roles.items() if role.model is not None
+        }
+        if "discriminator" in self.roles:
+            gan = self.recipe.method.gan
+            with torch.device("meta"):
+                head = Discriminator(made[gan.features].width, len(gan.layers or (0,)))
+            made["discriminator"] = head.to_empty(device=device)
         return made
 
     def total_updates(self) -> dict[str, int]:
@@ -187,7 +190,7 @@ def odd_numbers(plan: Plan) -> list[str]:
         )
     gan = getattr(recipe.method, "gan", None)
     if gan is not None and gan.layers:
-        depth = plan.networks("meta")[gan.features].num_layers
+        depth: Any = plan.networks("meta")[gan.features].num_layers
         if list(gan.layers) != sorted(set(gan.layers)) or gan.layers[0] < 0 or gan.layers[-1] >= depth:
             errors.append(
                 f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}"

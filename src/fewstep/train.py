@@ -91,7 +91,7 @@ def assemble(plan: Plan) -> ProcessEngine:
         role = plan.roles[name]
         network = network.to(plan.device, masters) if role.optimizer else freeze(network, plan.device, plan.precision)
         if recipe.engine.compile and name != "discriminator":
-            compile_blocks(network)
+            compile_blocks(network)  # type: ignore[arg-type]
         roles[name] = Role(name, network, plan.precision)
         if role.optimizer:
             assert role.schedule is not None

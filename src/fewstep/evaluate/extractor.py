@@ -89,7 +89,8 @@ class ClassifierExtractor:
     num_features: int = NUM_FEATURES
 
     def __init__(self, network: Classifier, device: torch.device | str = "cpu"):
-        self.network = network.to(device).requires_grad_(False).eval()
+        placed = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.network = placed.requires_grad_(False).eval()  # the same bits, freshly trained or from the cache
         self.id = f"{ARCHITECTURE}:{tensor_hash(network.state_dict())[:16]}"
         self.num_classes: int | None = network.num_classes
 

@@ -1,0 +1,51 @@
+"""Every shipped recipe runs, at a size that fits a test; nothing but sizes and places is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fewstep.checkpoint.source import open_source
+from fewstep.cli.shipped import shipped_recipes
+from fewstep.config import load_recipe
+from tests.recipes.tiny_runs import World, tensors, values
+
+RECIPES = sorted(shipped_recipes(), key=lambda name: ("sft" not in name, name))
+"""Teachers first: the others start from them."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World.make(tmp_path_factory.mktemp("recipes") / "world")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_three_iterations_of_every_recipe(world: World, name: str):
+    run = world.train(name)
+    rows, recipe = values(run), load_recipe(run.recipe)
+    trained, validated = rows["train", 3], rows["validation", 3]
+    counted = {key for key in trained if key.endswith("/updates")}
+    assert "student/updates" in counted
+    assert all(trained[key] > 0 for key in counted)
+    assert all(trained[key.replace("updates", "skipped")] == 0 for key in counted)
+    assert all(value == value and abs(value) < 1e4 for value in (trained | validated).values())
+    assert validated["validation/frechet.steps3"] > 0
+    assert (run.samples / "iteration-000003.steps3.png").is_file()
+    source = open_source(run.path)
+    assert source.iteration == 3
+    assert source.stage == ("teacher" if recipe.teacher is None else "student")
+    assert source.sampling is not None
+    assert tuple(source.sampling["sigmas"]) == recipe.sampling.resolved()
+    assert source.latent_shape == (1, 1, recipe.data.size, recipe.data.size)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_in_the_folder_of_a_run_is_the_one_that_was_run(world: World, name: str):
+    assert load_recipe(world.run(name).recipe) == world.recipe(name)
+
+
+def test_a_student_departs_from_the_teacher_that_it_started_from(world: World):
+    teacher, student = (tensors(world.run(f"wan_nano/{name}"), 3) for name in ("sft", "dmd2"))
+    for name in ("head.projection.weight", "blocks.1.ffn.output.weight"):
+        assert not torch.equal(student["student"][name], teacher["ema"][name])
+        assert not torch.equal(student["critic"][name], teacher["ema"][name])

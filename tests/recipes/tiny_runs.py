@@ -1,0 +1,92 @@
+"""Shipped recipes at tiny size, on a synthetic folder of the form of Fashion-MNIST; only sizes and places change."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from fewstep.checkpoint.run_folder import RunFolder
+from fewstep.checkpoint.save import load_checkpoint
+from fewstep.cli.shipped import shipped_recipes
+from fewstep.config import Recipe, load_recipe
+from fewstep.observe.sinks import read_rows
+from fewstep.prepare import prepare
+from fewstep.train import train
+
+MODEL = {"dim": 48, "layers": 2, "heads": 3, "ffn_dim": 80, "text_dim": 20, "freq_dim": 32}
+SIZES = (
+    "data.batch=5",
+    "sampling.steps=3",
+    "checkpoint.every=3",
+    "observe.every=2",
+    "observe.tensorboard=false",
+    "validation.every=3",
+    "validation.samples=65",
+    "validation.steps=[3]",
+    "validation.extractor.updates=2",
+)
+
+
+def write_clothes(folder: Path) -> Path:
+    """67 training and 66 test images with labels, as idx files."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(3)
+    for prefix, num in (("train", 67), ("t10k", 66)):
+        images = generator.integers(0, 256, (num, 28, 28), dtype=np.uint8)
+        for kind, array in (("images-idx3", images), ("labels-idx1", (np.arange(num) % 10).astype(np.uint8))):
+            header = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
+            (folder / f"{prefix}-{kind}-ubyte").write_bytes(header + array.tobytes())
+    return folder
+
+
+@dataclass(frozen=True)
+class World:
+    """A folder with data, caches and runs."""
+
+    path: Path
+
+    @classmethod
+    def make(cls, path: Path) -> World:
+        write_clothes(path / "data")
+        return cls(path)
+
+    def overrides(self, name: str, iterations: int) -> list[str]:
+        """What makes a shipped recipe tiny; its teacher is the run of that name in this world."""
+        method = shipped_recipes()[name].stem
+        places = [f"data.path={self.path / 'data'}", f"validation.extractor.cache={self.path / 'cache'}"]
+        if method.startswith("sft"):
+            model = [f"student.model.{key}={value}" for key, value in MODEL.items()]
+        else:
+            model = [f"teacher.init={self.path / name.replace(method, 'sft')}"]
+        return [*SIZES, f"iterations={iterations}", *places, *model]
+
+    def recipe(self, name: str, *more: str, iterations: int = 3) -> Recipe:
+        return load_recipe(shipped_recipes()[name], [*self.overrides(name, iterations), *more])
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(self.path / name)
+
+    def train(self, name: str, *more: str, iterations: int = 3, into: str = "", resume: bool = False) -> RunFolder:
+        """Trains the recipe, as the command line does."""
+        place = self.path / (into or name)
+        run = RunFolder.existing(place) if resume else RunFolder.create(place)
+        assert train(prepare(self.recipe(name, *more, iterations=iterations)), run, resume=resume)
+        return run
+
+
+def tensors(run: RunFolder, iteration: int) -> dict[str, dict[str, Tensor]]:
+    """Every tensor of a checkpoint, by group."""
+    checkpoint = load_checkpoint(run.checkpoints / f"iteration-{iteration:06d}")
+    return {group: checkpoint.tensors(group) for group in checkpoint.groups}
+
+
+def values(run: RunFolder) -> dict[tuple[str, int], dict[str, float]]:
+    """The rows of metrics that hold, without what the clock says."""
+    rows = {(row.kind, row.iteration): dict(row.values) for row in read_rows(run.metrics) if row.values}
+    for row in rows.values():
+        row.pop("samples_per_s", None)
+    return rows
