@@ -57,3 +57,11 @@ def test_every_module_in_a_python_command_exists(page):
             assert (ROOT / script[2]).is_file(), command
         elif script and script[1].startswith(("tests.", "bench.", "fewstep")):
             assert any(place.glob(script[1].replace(".", "/") + "*") for place in PLACES), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_test_that_a_page_names_exists(page):
+    for span in spans(page):
+        file, found, name = span.partition("::")
+        if found and file.startswith("tests/"):
+            assert f"def {name}(" in (ROOT / file).read_text(), span
