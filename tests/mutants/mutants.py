@@ -254,6 +254,21 @@ ENGINE = (
            ("optim/test_optimizer.py::test_a_loaded_optimizer_goes_on_bit_for_bit",)),
 )
 
+TRAINING = (
+    Mutant("rate-per-iteration", "prepare.py",
+           "totals[name] += 1",
+           "totals[name] = iteration + 1",
+           ("test_train.py::test_schedules_count_the_updates_that_their_role_will_make",)),
+    Mutant("asked-for-weights-ignored", "train.py",
+           "role.source.weights(role.weights)",
+           'role.source.weights("ema")',
+           ("test_train.py::test_the_raw_weights_of_a_teacher_can_be_asked_for",)),
+    Mutant("resume-starts-at-iteration-0", "train.py",
+           "return checkpoint.iteration, meta.time_s",
+           "return 0, meta.time_s",
+           ("test_train.py::test_a_finished_run_that_is_resumed_changes_nothing",)),
+)
+
 CHECKPOINTS = (
     Mutant("role-dropped-from-the-checkpoint", "engines/process.py",
            "groups = {name: dict(self.roles[name].network.state_dict()) for name in self.optimizers}",
@@ -306,5 +321,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *ROLLOUT,
     *METHODS,
     *ENGINE,
+    *TRAINING,
     *CHECKPOINTS,
 )
