@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fewstep.optim.optimizer import OptimizerSection, RoleOptimizer
@@ -159,3 +160,11 @@ def test_a_role_that_got_no_gradient_has_a_norm_of_zero_and_keeps_its_weights():
     assert float(optimizer.norm()) == 0
     optimizer.step(optimizer.norm(), YES)
     assert all(torch.equal(optimizer.parameters[name], weight) for name, weight in parameters().items())
+
+
+@pytest.mark.parametrize(
+    "values", [{"lr": 0.0}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"clip": 0.0}, {"eps": 0.0}]
+)
+def test_a_section_that_makes_no_sense_is_refused(values):
+    with pytest.raises(ValidationError):
+        OptimizerSection(**({"lr": 1e-3} | values))

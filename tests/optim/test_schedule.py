@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fewstep.optim.schedule import ScheduleSection, factor
 
@@ -75,3 +76,12 @@ def test_a_run_of_one_update_has_the_full_rate():
 def test_the_rate_stays_final_beyond_the_last_update():
     section = ScheduleSection(name="cosine", final=0.1)
     assert float(factor(section, torch.tensor(50), 9)) == pytest.approx(0.1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "values", [{"final": 0.1}, {"constant": 0.5}, {"name": "cosine", "final": 1.5}, {"name": "step"}]
+)
+def test_a_schedule_that_would_not_be_read_is_refused(values):
+    """PITFALLS, config: no key is parsed and then ignored."""
+    with pytest.raises(ValidationError):
+        ScheduleSection(**values)

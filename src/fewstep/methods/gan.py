@@ -36,7 +36,7 @@ class GANSection(Section):
 
     features: Literal["critic", "teacher"] = "critic"
     """Whose features the discriminator reads."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Blocks whose features are read, ascending from 0; the middle block when left out."""
     student_weight: float = Field(default=1e-3, ge=0)
     """Weight of softplus(-D(fake)) in the student's gradient."""
@@ -77,9 +77,7 @@ class GAN:
             losses["discriminator/r1"] = section.r1_weight * approximate_r1(real_logits, moved[0], section.r1_step)
         return {name: section.discriminator_weight * loss for name, loss in losses.items()}
 
-    def student_loss(
-        self, discriminator: Judge, network: FlowModel, fake: Latents, cond: Any, draw: Draw
-    ) -> PerSample:
+    def student_loss(self, discriminator: Judge, network: FlowModel, fake: Latents, cond: Any, draw: Draw) -> PerSample:
         """What the student descends, weight included; differentiable in ``fake``."""
         fake_t, sigma = self._noised(fake, draw, "gan.student")
         logits = self._logits(discriminator, network, fake_t, sigma, cond)
@@ -89,9 +87,7 @@ class GAN:
         sigma = draw_sigma(self.section.sigma, draw, f"{name}.sigma", x0)
         return add_noise(x0, draw_noise(draw, f"{name}.noise", x0), sigma), sigma
 
-    def _logits(
-        self, discriminator: Judge, network: FlowModel, x_t: Latents, sigma: Sigma, cond: Any
-    ) -> PerSample:
+    def _logits(self, discriminator: Judge, network: FlowModel, x_t: Latents, sigma: Sigma, cond: Any) -> PerSample:
         layers = self.section.layers or (network.num_layers // 2,)
         return discriminator(network.features(x_t, sigma, cond, layers))
 

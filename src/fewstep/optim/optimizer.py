@@ -6,7 +6,7 @@ Nothing here waits for the device: learning rate, counters and the decision to s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -16,6 +16,8 @@ from fewstep.optim.clip import clip_, total_norm
 from fewstep.optim.schedule import ScheduleSection, factor
 from fewstep.section import Section
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerSection(Section):
     """AdamW of one role."""
@@ -23,7 +25,7 @@ class OptimizerSection(Section):
     name: Literal["adamw"] = "adamw"
     lr: float = Field(gt=0)
     """Full learning rate; the schedule scales it."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fewstep.section import Section
@@ -23,6 +23,14 @@ class ScheduleSection(Section):
     """Share of all updates (warm-up included) after which the decay begins."""
     final: float = Field(default=0.0, ge=0, le=1)
     """The rate at the last update, as a share of the full one."""
+
+    @model_validator(mode="after")
+    def _nothing_unread(self) -> ScheduleSection:
+        if self.name == "constant" and (self.constant or self.final):
+            raise ValueError(
+                "'constant' and 'final' shape a decay, which name: constant has not; write cosine or linear"
+            )
+        return self
 
 
 def factor(section: ScheduleSection, updates: Tensor, total: int) -> Tensor:
