@@ -24,12 +24,14 @@ from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import Role, freeze
 from fewstep.errors import UserError
 from fewstep.evaluate.validation import Validator
-from fewstep.models.wan.parallelize import compile_blocks
+from fewstep.models.wan.parallelize import compile_blocks, compile_whole
 from fewstep.observe.observer import Observer
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
 from fewstep.prepare import Plan
 from fewstep.rng import generator
+
+COMPILERS = {"blocks": compile_blocks, "graphs": compile_whole}
 
 
 def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
@@ -91,7 +93,7 @@ def assemble(plan: Plan) -> ProcessEngine:
         role = plan.roles[name]
         network = network.to(plan.device, masters) if role.optimizer else freeze(network, plan.device, plan.precision)
         if recipe.engine.compile and name != "discriminator":
-            compile_blocks(network)  # type: ignore[arg-type]
+            COMPILERS[recipe.engine.compile](network)  # type: ignore[arg-type]
         roles[name] = Role(name, network, plan.precision)
         if role.optimizer:
             assert role.schedule is not None

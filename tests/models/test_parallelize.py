@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fewstep.models.wan.parallelize import compile_blocks
+from fewstep.models.wan.parallelize import compile_blocks, compile_whole
 from tests.models.tiny import inputs, relative, tiny_wan
 
 
@@ -47,3 +47,24 @@ def test_on_a_gpu_compiled_blocks_equal_eager_ones(autocast, unchecked_shapes):
         gradients.append([velocity, *(parameter.grad for parameter in one.parameters())])
     for expected, found in zip(*gradients, strict=True):
         assert relative(found, expected) < (0.1 if autocast else 1e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_replayed_networks_equal_eager_ones_and_their_results_outlive_the_next_call(unchecked_shapes):
+    network, replayed = tiny_wan().cuda(), tiny_wan().cuda()
+    compile_whole(replayed)
+    x_t, sigma, cond = inputs()
+    given = x_t.cuda(), sigma.cuda(), type(cond)(cond.tokens.cuda())
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        replayed.zero_grad()
+        replayed.velocity(*given).square().mean().backward()
+    network.velocity(*given).square().mean().backward()
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None:
+            assert relative(replayed.get_parameter(name).grad, parameter.grad) < 1e-3, name
+    with torch.no_grad():
+        first = replayed.velocity(*given)
+        kept = first.clone()
+        replayed.velocity(given[0] + 1, *given[1:])
+    assert torch.equal(first, kept)

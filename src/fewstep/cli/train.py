@@ -43,6 +43,7 @@ def train(
 
     from fewstep.checkpoint.run_folder import RunFolder
     from fewstep.config import load_recipe
+    from fewstep.describe import describe
     from fewstep.prepare import prepare
     from fewstep.train import train as run_plan
 
@@ -51,7 +52,7 @@ def train(
     folder = RunFolder.existing(place) if resume else RunFolder(place)
     plan = prepare(loaded)
     if dry_run:
-        say(plan.describe())
+        say(describe(plan))
         return
     if not resume:
         folder = RunFolder.create(place)

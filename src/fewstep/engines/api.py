@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fewstep.section import Section
@@ -25,8 +25,17 @@ class EngineSection(Section):
     """What the networks compute in; ``auto`` is bfloat16 on a GPU, else float32. Trained weights stay float32."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Most rows that run at once; the batch is cut into pieces of this size, with the same result."""
-    compile: bool = False
-    """Compile every block of the networks (GPU; the first iterations are slow)."""
+    compile: Literal["blocks", "graphs"] | None = None
+    """``blocks`` compiles block by block, for large networks; ``graphs`` whole networks, replayed as CUDA graphs, for
+    small ones. The first iterations take minutes."""
+
+    @model_validator(mode="after")
+    def _graphs_take_whole_batches(self) -> EngineSection:
+        if self.compile == "graphs" and self.micro_batch is not None:
+            raise ValueError(
+                "'compile: graphs' runs whole batches; leave out 'micro_batch', or write 'compile: blocks'"
+            )
+        return self
 
 
 @runtime_checkable

@@ -42,6 +42,7 @@ class ProcessEngine:
         metrics: dict[str, list[Tensor]] = {}
         batches: dict[int, Batch] = {}
         for phase in self.method.phases(iteration):
+            torch.compiler.cudagraph_mark_step_begin()
             if phase.batch not in batches:
                 batches[phase.batch] = self.batches.batch(iteration, phase.batch)
             batch = batches[phase.batch]

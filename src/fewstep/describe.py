@@ -1,0 +1,71 @@
+"""What a plan says of itself before it runs: roles, parameters, memory, phases."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+
+from fewstep.prepare import Plan
+
+_KEPT_PER_TOKEN = 24
+"""Values of the width of a token that one block keeps for its backward pass, the feed-forward layer's apart."""
+
+
+def describe(plan: Plan) -> str:
+    """The plan in lines for a terminal."""
+    recipe, networks = plan.recipe, plan.networks("meta")
+    frames, channels, height, width = plan.shape
+    lines = [
+        f"{recipe.name}: {recipe.method.name}, {recipe.iterations:,} iterations of {plan.method.num_batches} x "
+        f"{recipe.data.batch} rows, on {plan.device} in {str(plan.precision).removeprefix('torch.')}",
+        f"data: {len(plan.dataset):,} items in {len(plan.dataset.classes)} classes, "
+        f"{frames} frame(s) of {channels} x {height} x {width}",
+        "sampling: " + ", ".join(f"{sigma:.4g}" for sigma in plan.sampler.sigmas) + f" ({plan.sampler.solver})",
+        "",
+        f"{'role':<14}{'parameters':>14}{'memory':>12}  from",
+    ]
+    total = 0.0
+    for name, role in plan.roles.items():
+        count = sum(parameter.numel() for parameter in networks[name].parameters())
+        gib = count * bytes_per_parameter(plan, name) / 2**30
+        total += gib
+        origin = f"{role.source.path} ({role.source.chosen(role.weights)})" if role.source else "random weights"
+        lines.append(f"{name:<14}{count:>14,}{gib:>8.3f} GiB  {origin}{'' if role.optimizer else ', frozen'}")
+    lines += [
+        f"{'activations':<28}{activations_gib(plan):>8.3f} GiB  about, for one training pass",
+        f"{'together':<28}{total + activations_gib(plan):>8.3f} GiB",
+        "",
+        "updates of the whole run: " + ", ".join(f"{role} {count:,}" for role, count in plan.total_updates().items()),
+        "phases of the last iteration: " + phases(plan),
+    ]
+    return "\n".join(lines)
+
+
+def bytes_per_parameter(plan: Plan, role: str) -> int:
+    """Trained: weight, gradient and two moments, and for the student the average. Frozen: the weight."""
+    master = torch.promote_types(plan.precision, torch.float32).itemsize
+    if plan.roles[role].optimizer is None:
+        return plan.precision.itemsize
+    return master * (5 if role == "student" else 4)
+
+
+def activations_gib(plan: Plan) -> float:
+    """About what the largest network keeps of one micro-batch for its backward pass."""
+    rows = min(plan.recipe.engine.micro_batch or plan.recipe.data.batch, plan.recipe.data.batch)
+    frames, _, height, width = plan.shape
+    largest = 0
+    for role in plan.roles.values():
+        if role.model is not None and role.optimizer is not None:
+            shape = role.model.architecture
+            tokens = rows * frames * height * width // math.prod(shape.patch)
+            largest = max(largest, tokens * shape.layers * (_KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim))
+    return largest * plan.precision.itemsize / 2**30
+
+
+def phases(plan: Plan) -> str:
+    """The phases in their order, repeated ones counted."""
+    last = list(plan.method.phases(plan.recipe.iterations - 1))
+    counted = Counter(phase.name.split(".")[0] for phase in last)
+    return " -> ".join(f"{name} x {count}" if count > 1 else name for name, count in counted.items())
