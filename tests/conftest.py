@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("fewstep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A home folder that ends with the tests, so that no cache of the user is read or filled; the workers inherit it."""
+    """A home folder for the tests, so that no cache of the user is read or filled; the workers inherit it."""
     if not hasattr(config, "workerinput"):
         home = tempfile.TemporaryDirectory(prefix="fewstep-tests-", ignore_cleanup_errors=True)
         os.environ["HOME"] = home.name
