@@ -38,6 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(home.cleanup)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes as their number: packed files hold the time, and all workers must give a test the same name."""
+    return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none."""
     if torch.cuda.is_available():
