@@ -26,6 +26,8 @@ from fewstep.cli.shipped import find_recipe, recipes_folder, shipped_recipes
 from fewstep.errors import UserError
 from fewstep.evaluate.evaluation import load_evaluations
 from fewstep.methods import METHODS
+from fewstep.models.families import build
+from fewstep.models.wan.sizes import WanSection
 
 ROOT = Path(fewstep.__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from fewstep.cli import main; main()"]
@@ -256,7 +258,9 @@ def student(images, run) -> Path:
 def test_a_dry_run_shows_the_plan_and_writes_nothing(images, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = call("train", "wan_nano/sft", *tiny(images, tmp_path), TINY_MODEL, "--dry-run")
-    assert "student" in text
+    network = build(WanSection.model_validate(yaml.safe_load(TINY_MODEL.partition("=")[2])), "meta")
+    assert f"student {sum(parameter.numel() for parameter in network.parameters()):,} " in text
+    assert "phases of the last iteration: student" in text
     assert not (tmp_path / "runs").exists()
 
 
@@ -300,9 +304,9 @@ def test_sample_needs_no_option_and_says_where_it_wrote(student, tmp_path, monke
     text = call("sample", student)
     assert "24 samples" in text
     assert "4 steps (renoise), guidance 1, 4 network calls" in text
-    assert "Wrote samples/student-seed0.png" in text
+    assert "Wrote samples/student-steps4-seed0.png" in text
     assert "warning" not in text
-    with Image.open(tmp_path / "samples" / "student-seed0.png") as grid:
+    with Image.open(tmp_path / "samples" / "student-steps4-seed0.png") as grid:
         assert grid.width > 8 * 48
         assert grid.height > 3 * 48
 
@@ -368,7 +372,7 @@ def test_an_option_without_effect_says_so_and_an_impossible_one_is_refused(run, 
 def test_labels_are_chosen_by_name_or_number_and_single_files_are_named(run, tmp_path):
     text = call("sample", run, "--label", "Hat", "--label", 0, "--num", 5, "--single-files", "--out", tmp_path / "s")
     assert "5 samples" in text
-    names = sorted(path.name for path in (tmp_path / "s" / "teacher-seed0").iterdir())
+    names = sorted(path.name for path in (tmp_path / "s" / "teacher-steps20-seed0").iterdir())
     assert names == ["00000-hat.png", "00001-bag.png", "00002-hat.png", "00003-bag.png", "00004-hat.png"]
     assert "no such class; did you mean 'cap'? (or a number from 0 to 2)" in call(
         "sample", run, "--label", "cup", code=2
@@ -419,6 +423,7 @@ def test_eval_measures_models_on_the_same_noise_and_keeps_the_numbers(run, stude
     assert rows[3].sigmas == (1.0, 0.75, 0.5, 0.25)
     assert len({row.extractor for row in rows}) == 1
     assert "predictions of x0 at every step" in text
+    assert "--num-samples = 10: " in call("eval", student, "--num-samples", 10, code=2)
 
 
 def test_eval_of_an_export_asks_for_the_data_and_refuses_others(student, tmp_path):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, model_validator
 
@@ -147,6 +147,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(st.dictionaries(st.text("abcnoy", min_size=1), VALUES, max_size=4))
 def test_what_is_written_reads_back_equal(values):
     assert read_yaml(write_yaml(values), "r.yaml").values == values

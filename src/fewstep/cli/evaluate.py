@@ -54,6 +54,7 @@ def evaluate(
     loaded = load_model(model, raw=raw, device=device)
     others = [load_model(path, raw=raw, device=device) for path in compare or []]
     judge, train = open_judge(loaded, recipe)
+    judge.check(num_samples, "--num-samples")
     settings: dict[str, Any] = {"num_samples": num_samples, "seeds": tuple(range(seeds)), "batch": batch}
     rows = [evaluate_real(judge, train, num_samples)]
     rows += [measure(other, judge, None, **settings) for other in others]

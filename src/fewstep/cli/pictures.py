@@ -40,12 +40,13 @@ def _class(name: str, classes: tuple[str, ...]) -> int:
     raise UserError(f"--label {name}: the model has no such class; {hint} (or a number from 0 to {len(classes) - 1})")
 
 
-def places(out: Path | None, name: str, seed: int) -> tuple[Path, Path]:
+def places(out: Path | None, name: str, num_steps: int, seed: int) -> tuple[Path, Path]:
     """The file of the grid and the folder of single files."""
     if out is not None and out.suffix.lower() == ".png":
         return out, out.with_suffix("")
     folder = out or Path("samples")
-    return folder / f"{name}-seed{seed}.png", folder / f"{name}-seed{seed}"
+    stem = f"{name}-steps{num_steps}-seed{seed}"
+    return folder / f"{stem}.png", folder / stem
 
 
 def write_pictures(

@@ -62,7 +62,7 @@ def sample(
     sampler = loaded.sampler(sampling)
     made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, batch=batch, device=loaded.device)
     pixels = loaded.codec.decode(made.x0)
-    grid, folder = places(out, loaded.name, seed)
+    grid, folder = places(out, loaded.name, len(sampler.sigmas), seed)
     paths = write_pictures(pixels, chosen, loaded.classes, grid, folder if single_files else None)
     solver = f"{len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}"
     speed = 1000 * sum(made.batch_s) / len(chosen)
