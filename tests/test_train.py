@@ -21,6 +21,7 @@ from fewstep.checkpoint.save import load_checkpoint, newest_complete
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.engines.process import ProcessEngine
 from fewstep.errors import UserError, UserErrors
+from fewstep.evaluate.validation import Validator
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
 from fewstep.train import StopRequest, assemble, train
@@ -124,6 +125,22 @@ def test_training_is_the_same_with_and_without_validation(world: World):
     assert [key for key in values(often) if key[0] == "validation"] == [("validation", 1), ("validation", 2)]
     trained = {key: row for key, row in values(often).items() if key[0] == "train"}
     assert trained["train", 2]["student/updates"] == values(never)["train", 2]["student/updates"] == 2
+
+
+def test_the_averaged_weights_are_those_that_are_validated(world: World, monkeypatch: pytest.MonkeyPatch):
+    """PITFALLS, EMA: judged = exported; and the live weights are back afterwards."""
+    seen: list[dict[str, Tensor]] = []
+    plain = Validator.__call__
+
+    def watched(self: Validator, iteration: int, model: Any) -> dict[str, float]:
+        seen.append({name: tensor.clone() for name, tensor in model.network.state_dict().items()})
+        return plain(self, iteration, model)
+
+    monkeypatch.setattr(Validator, "__call__", watched)
+    run = world.train(SFT, "ema.start=0", "ema.decay=0.5", "validation.every=2", iterations=2, into="watched")
+    (judged,) = seen
+    assert same(judged, tensors(run, 2)["ema"])
+    assert not same(judged, tensors(run, 2)["student"])
 
 
 def test_the_engine_cuts_batches_as_the_recipe_says(world: World):
@@ -268,12 +285,15 @@ def test_the_critic_may_be_smaller_than_the_teacher(world: World):
     assert all(value.isfinite() for value in metrics.values())
 
 
-def test_a_critic_that_starts_as_a_student_of_random_weights_is_like_it(world: World):
+def test_a_critic_that_starts_as_a_student_of_random_weights_is_like_it_and_else_has_its_own(world: World):
     model = "{family: wan, size: nano, dim: 32, layers: 1, heads: 2, ffn_dim: 40, text_dim: 12, freq_dim: 16, "
     model += "conditioner: {name: class_label, classes: 10}}"
-    recipe = world.recipe(DMD2, "student.init=random", f"student.model={model}", "critic.init=student")
-    engine = assemble(prepare(recipe))
-    assert same(weights(engine, "critic"), weights(engine, "student"))
+    student = ["student.init=random", f"student.model={model}"]
+    alike = assemble(prepare(world.recipe(DMD2, *student, "critic.init=student")))
+    assert same(weights(alike, "critic"), weights(alike, "student"))
+    own = assemble(prepare(world.recipe(DMD2, *student, "critic.init=random", f"critic.model={model}")))
+    assert same(weights(own, "student"), weights(alike, "student"))
+    assert not torch.equal(*(weights(own, role)["blocks.0.ffn.hidden.weight"] for role in ("student", "critic")))
 
 
 def test_new_weights_depend_on_the_seed_alone(world: World):
