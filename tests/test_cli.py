@@ -14,11 +14,13 @@ import pytest
 import typer
 import yaml
 from PIL import Image
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 import fewstep
 from fewstep.checkpoint.source import open_source
 from fewstep.cli import app
+from fewstep.cli.console import Commands
 from fewstep.cli.demo import compare
 from fewstep.cli.doctor import EXTRAS, memory
 from fewstep.cli.reference import pages
@@ -111,6 +113,25 @@ def test_a_users_error_is_one_line_on_stderr_with_exit_code_2():
 @pytest.mark.parametrize("arguments", [["--debug", "train", "nothing"], ["train", "nothing", "--debug"]])
 def test_debug_brings_the_traceback_back_wherever_it_stands(arguments):
     assert isinstance(CliRunner().invoke(app, arguments).exception, UserError)
+
+
+@pytest.mark.parametrize(
+    ("cause", "code", "message"),
+    [
+        (lambda: TypeAdapter(int).validate_python("x"), 2, "error: Input should be a valid integer"),
+        (lambda: Path("/absent/file").read_text(), 2, "error: /absent/file: No such file or directory\n"),
+        (lambda: signal.raise_signal(signal.SIGINT), 130, "Stopped by Ctrl-C.\n"),
+        (lambda: 1 / 0, 1, ""),
+    ],
+)
+def test_an_error_ends_a_command_with_its_exit_code(cause, code, message):
+    group = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+    group.command("first")(cause)
+    group.command("second")(lambda: None)
+    result = CliRunner().invoke(group, ["first"])
+    assert result.exit_code == code
+    assert result.stderr.startswith(message)
+    assert isinstance(result.exception, ZeroDivisionError) == (code == 1)
 
 
 def test_an_unknown_option_or_command_has_exit_code_2():

@@ -9,7 +9,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from fewstep.cli.console import USER_ERROR, complain, out, say
+from fewstep.cli.console import USER_ERROR, complain, complaints, out, say
 from fewstep.cli.shipped import find_recipe
 from fewstep.errors import UserError
 
@@ -38,7 +38,7 @@ def check(
             path = recipe_path(name)
             recipe = load_recipe(path, overrides)
         except UserError as error:
-            complain(error)
+            complain(complaints(error) or [])
             failed += 1
         else:
             say(f"{path}: fine ({recipe.method.name}, {recipe.iterations} iterations)")

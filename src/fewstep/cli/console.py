@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the run failed; 2 the user can mend it (one clean line eac
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -35,18 +36,25 @@ def table(title: str, *columns: str, numbers: bool = False) -> Table:
     return made
 
 
-def complain(error: BaseException) -> None:
-    """Each thing that is wrong on a line of its own, on standard error."""
-    lines = error.errors if isinstance(error, UserErrors) else [_words(error)]
+def complaints(error: BaseException) -> list[str] | None:
+    """What the user has to mend, a line for each thing; None if the error is not the user's."""
+    if isinstance(error, UserErrors):
+        return list(error.errors)
+    if isinstance(error, UserError):
+        return [str(error)]
+    if isinstance(error, USERS_FILES):
+        return [f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)]
+    if type(error).__name__ == "ValidationError":  # of pydantic, which is not imported for this
+        found: list[dict[str, Any]] = error.errors()  # type: ignore[attr-defined]
+        return [": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"]))) for one in found]
+    return None
+
+
+def complain(lines: Sequence[str]) -> None:
+    """Each on a line of its own, on standard error."""
     for text in lines:
         err.print("error: ", style="bold red", end="")
         err.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -70,8 +78,9 @@ class Commands(TyperGroup):
             except KeyboardInterrupt:
                 err.print("Stopped by Ctrl-C.")
                 raise typer.Exit(STOPPED) from None
-            except (UserError, *USERS_FILES) as error:
-                if ctx.obj["debug"]:
+            except Exception as error:
+                lines = complaints(error)
+                if lines is None or ctx.obj["debug"]:
                     raise
-                complain(error)
+                complain(lines)
                 raise typer.Exit(USER_ERROR) from None
