@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewstep.engines.api import Engine
 from fewstep.engines.process import ProcessEngine, parameters_of
 from fewstep.methods.api import Phase
 from fewstep.methods.gan import GANSection
@@ -112,6 +113,10 @@ def test_every_role_counts_its_own_updates_and_follows_its_own_schedule():
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_keeps_the_contract():
+    assert isinstance(engine(sft()), Engine)
 
 
 def test_a_phase_is_bound_by_the_names_of_its_parameters():
