@@ -26,15 +26,14 @@ _BEST = {"frechet": min, "accuracy": max, "precision": max, "recall": max, "cove
 
 def evaluation_table(entries: Sequence[dict[str, Any]]) -> str:
     """One row an entry, in the order given. The best value of each column of quality is marked, and rows whose name
-    begins with ``student`` are tinted. Columns that no entry fills are left out; unknown keys become columns."""
-    known = [key for key in _HEADINGS if any(entry.get(key) is not None for entry in entries)]
-    extra = sorted({key for entry in entries for key in entry} - set(_HEADINGS))
-    columns = [*known, *extra]
+    begins with ``student`` are tinted. Columns that no entry fills are left out; what else an entry knows stays in
+    ``evaluation.json``."""
+    columns = [key for key in _HEADINGS if any(entry.get(key) is not None for entry in entries)]
     if not columns:
         return ""
     best = {key: _best(entries, key) for key in columns}
     longest = max((value for entry in entries if (value := _finite(entry.get("frechet"))) is not None), default=0.0)
-    heads = "".join(f"<th>{escape(_HEADINGS.get(key, key.replace('_', ' ')))}</th>" for key in columns)
+    heads = "".join(f"<th>{escape(_HEADINGS[key])}</th>" for key in columns)
     lines = []
     for entry in entries:
         cells = "".join(_cell(key, entry.get(key), best[key], longest) for key in columns)
