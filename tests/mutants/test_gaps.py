@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from fewstep.prepare import prepare
 from fewstep.rollout.few_step import FewStep, SamplingSection
+from fewstep.train import assemble
 from tests.engines.worlds import dmd2, engine
+from tests.recipes.tiny_runs import World, tensors
 
 
 def test_a_sampler_has_the_solver_and_the_guidance_of_its_section():
@@ -31,3 +34,13 @@ def test_every_role_is_clipped_by_the_norm_of_its_own_gradient(monkeypatch):
         monkeypatch.setattr(optimizer, "step", step)
     made.run(0)
     assert seen == ["critic", "discriminator"] * 2 + ["student"]
+
+
+def test_roles_start_from_the_average_of_their_source_where_it_differs_from_the_weights(tmp_path):
+    world = World.make(tmp_path / "world")
+    saved = tensors(world.train("wan_nano/sft", "ema.start=0", "validation=null"), 3)
+    made = assemble(prepare(world.recipe("wan_nano/dmd2")))
+    for role in ("teacher", "student", "critic"):
+        for name, tensor in made.roles[role].network.state_dict().items():
+            assert torch.equal(tensor, saved["ema"][name])
+    assert any(not torch.equal(saved["ema"][name], tensor) for name, tensor in saved["student"].items())
