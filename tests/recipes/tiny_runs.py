@@ -1,4 +1,4 @@
-"""Shipped recipes at tiny size, on a synthetic folder of the form of Fashion-MNIST; only sizes and places change."""
+"""Shipped recipes at tiny size, uncompiled, on a synthetic folder of the form of Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fewstep.train import train
 
 MODEL = {"dim": 48, "layers": 2, "heads": 3, "ffn_dim": 80, "text_dim": 20, "freq_dim": 32}
 SIZES = (
+    "engine.compile=null",
     "data.batch=5",
     "sampling.steps=3",
     "checkpoint.every=3",

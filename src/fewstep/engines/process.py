@@ -42,7 +42,8 @@ class ProcessEngine:
         metrics: dict[str, list[Tensor]] = {}
         batches: dict[int, Batch] = {}
         for phase in self.method.phases(iteration):
-            torch.compiler.cudagraph_mark_step_begin()
+            if torch.cuda.is_available():  # the call loads the compiler, which takes seconds
+                torch.compiler.cudagraph_mark_step_begin()
             if phase.batch not in batches:
                 batches[phase.batch] = self.batches.batch(iteration, phase.batch)
             batch = batches[phase.batch]
