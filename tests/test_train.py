@@ -306,7 +306,7 @@ def test_new_weights_depend_on_the_seed_alone(world: World):
 
 
 def test_schedules_count_the_updates_that_their_role_will_make(world: World):
-    plan = prepare(world.recipe(DMD2, "method.critic_warmup_updates=7", iterations=4))
+    plan = prepare(world.recipe(DMD2, "method.critic_updates=5", "method.critic_warmup_updates=7", iterations=4))
     assert plan.total_updates() == {"student": 2, "critic": 17, "discriminator": 17}
     assert {name: optimizer.total for name, optimizer in assemble(plan).optimizers.items()} == plan.total_updates()
 
@@ -366,3 +366,11 @@ def test_a_plan_takes_no_memory_for_its_networks(world: World):
     plan = prepare(world.recipe(DMD2))
     for network in plan.networks("meta").values():
         assert {parameter.device.type for parameter in network.parameters()} == {"meta"}
+
+
+def test_guidance_by_a_teacher_that_never_learnt_the_null_condition_is_refused(world: World):
+    """PITFALLS, row "guidance"."""
+    taught = world.train(SFT, "method.cond_dropout=0.0", into="untaught", iterations=1)
+    (message,) = refused(world, DMD2, f"teacher.init={taught.path}", "method.guidance_scale=2.0")
+    assert "method.guidance_scale" in message
+    assert "cond_dropout" in message

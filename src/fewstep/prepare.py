@@ -21,6 +21,7 @@ from fewstep.models.api import Geometry
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
+from fewstep.observe.sinks import missing_packages
 from fewstep.optim.optimizer import OptimizerSection
 from fewstep.optim.schedule import ScheduleSection
 from fewstep.rollout.few_step import FewStep
@@ -100,7 +101,7 @@ def prepare(recipe: Recipe) -> Plan:
     method = method_of(recipe).of(recipe.method, sampler)
     roles = plan_roles(recipe, method)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
-    errors = [*misfits(plan), *odd_numbers(plan)]
+    errors = [*misfits(plan), *odd_numbers(plan), *missing_packages(recipe.observe)]
     if errors:
         raise UserErrors(errors)
     return plan
@@ -182,11 +183,18 @@ def misfits(plan: Plan) -> list[str]:
 
 
 def odd_numbers(plan: Plan) -> list[str]:
-    """More rows than items, layers that are not there."""
+    """More rows than items, guidance by what was never learnt, layers that are not there."""
     errors, recipe = [], plan.recipe
     if recipe.data.batch > len(plan.dataset):
         errors.append(
             f"data.batch = {recipe.data.batch}: the data set has {len(plan.dataset)} items; write that or fewer"
+        )
+    teacher = plan.roles.get("teacher")
+    taught = (teacher.source.recipe or {}).get("method", {}) if teacher and teacher.source else {}
+    if getattr(recipe.method, "guidance_scale", 1.0) != 1.0 and taught.get("cond_dropout") == 0:
+        errors.append(
+            f"method.guidance_scale = {recipe.method.guidance_scale}: the teacher was trained with cond_dropout 0 and "
+            "never learnt the null condition that guidance compares with; write 1.0, or take another teacher"
         )
     gan = getattr(recipe.method, "gan", None)
     if gan is not None and gan.layers:

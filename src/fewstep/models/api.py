@@ -72,10 +72,10 @@ class History(Protocol):
 class CausalFlowModel(FlowModel, Protocol):
     """A video network whose blocks of frames see only the blocks before them.
 
-    Training: ``velocity`` with ``clean=None`` is diffusion forcing (block i sees blocks <= i of the same sequence), with
-    ``clean`` teacher forcing (noisy block i sees itself and the clean blocks < i). Sampling: ``prefill`` or ``append``
-    build the history, ``velocity_given`` denoises against it. Positions are absolute; ``window - sink`` smaller than a
-    block is refused.
+    Training: ``velocity`` with ``clean=None`` is diffusion forcing (block i sees blocks <= i of the same sequence),
+    with ``clean`` teacher forcing (noisy block i sees itself and the clean blocks < i). Sampling: ``prefill`` or
+    ``append`` build the history, ``velocity_given`` denoises against it. Positions are absolute; ``window - sink``
+    smaller than a block is refused.
     """
 
     block_frames: int
@@ -91,8 +91,8 @@ class CausalFlowModel(FlowModel, Protocol):
         ...
 
     def velocity_given(self, x_t: Latents, sigma: Sigma, cond: Any, history: History, first_block: int) -> Latents:
-        """The velocity of one block, or of many blocks in parallel, each against the blocks before it alone (which needs
-        a history from which nothing was evicted)."""
+        """The velocity of one block, or of many blocks in parallel, each against the blocks before it alone (which
+        needs a history from which nothing was evicted)."""
         ...
 
     def append(self, history: History, x0: Latents, cond: Any, sigma: Sigma | None = None) -> History:

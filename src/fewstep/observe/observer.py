@@ -15,15 +15,15 @@ from fewstep.observe.alarm import LatentAlarm
 from fewstep.observe.metrics import MetricBuffer, Row, TrainingClock
 from fewstep.observe.progress import ProgressLine
 from fewstep.observe.report import write_report
-from fewstep.observe.sinks import ObserveSection, Sink, check_packages, open_sinks, read_rows
+from fewstep.observe.sinks import ObserveSection, Sink, open_sinks, read_rows
 
 
 class Observer:
     """Records a run in its folder.
 
     recipe: the resolved recipe as plain values, for trackers. iteration, time_s: where this process begins, 0 for a new
-    run; what the folder holds of later iterations is superseded, not deleted. Raises UserErrors where a package that
-    the section needs is missing.
+    run; what the folder holds of later iterations is superseded, not deleted.
+    The packages that the section needs are there (``missing_packages``).
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Observer:
         time_s: float = 0.0,
         console: Console | None = None,
     ):
-        check_packages(section)
         self.section, self.run_folder = section, run_folder
         path = run_folder / "metrics.jsonl"
         earlier = read_rows(path) if path.exists() else []

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from fewstep.errors import UserErrors
 from fewstep.observe.metrics import RESERVED, Row
 from fewstep.section import Section
 
@@ -42,19 +41,17 @@ class ObserveSection(Section):
     """Write ``report.html`` into the run folder after validations and at the end."""
 
 
-def check_packages(section: ObserveSection) -> None:
-    """Raises UserErrors with one line for each package that the section needs and this environment lacks."""
+def missing_packages(section: ObserveSection) -> list[str]:
+    """One line for each package that the section needs and this environment lacks, and what to do about it."""
     wanted = {
         "tensorboard": (section.tensorboard, "pip install tensorboard", "observe.tensorboard=false"),
         "wandb": (section.wandb is not None, "pip install 'fewstep[wandb]'", "observe.wandb=null"),
     }
-    missing = [
+    return [
         f"observe.{name}: the package '{name}' is not installed; run `{install}`, or write {off}"
         for name, (asked, install, off) in wanted.items()
         if asked and importlib.util.find_spec(name) is None
     ]
-    if missing:
-        raise UserErrors(missing)
 
 
 class Sink(Protocol):
