@@ -97,7 +97,7 @@ def test_iterations_is_the_total_however_often_a_run_is_resumed(world: World):
 
 def test_a_run_goes_on_with_the_networks_that_it_has(world: World):
     shutil.copytree(world.run(SFT).path, world.path / "other")
-    with pytest.raises(UserError, match=r"resume with its own recipe"):
+    with pytest.raises(UserError, match=r"student\.model\.layers = 3: it was"):
         world.train(SFT, "student.model.layers=3", iterations=7, into="other", resume=True)
 
 
@@ -374,3 +374,29 @@ def test_guidance_by_a_teacher_that_never_learnt_the_null_condition_is_refused(w
     (message,) = refused(world, DMD2, f"teacher.init={taught.path}", "method.guidance_scale=2.0")
     assert "method.guidance_scale" in message
     assert "cond_dropout" in message
+
+
+def test_a_run_goes_on_with_its_own_recipe_and_refuses_another_value_by_value(world: World):
+    """PITFALLS, row "resume starts over": what was trained and what is trained stay one recipe."""
+    run = world.train(SFT, into="own-recipe", iterations=1)
+    for change in ("seed=7", "method.cond_dropout=0.5", "student.optimizer.lr=0.1"):
+        plan = prepare(world.recipe(SFT, change, iterations=2))
+        with pytest.raises(UserErrors) as caught:
+            train(plan, run, resume=True)
+        key, _, value = change.partition("=")
+        assert any(key in line and value in line and "it was" in line for line in caught.value.errors)
+    assert train(prepare(world.recipe(SFT, "checkpoint.keep_last=3", iterations=2)), run, resume=True)
+
+
+def test_a_run_that_cannot_begin_leaves_no_run_behind(world: World):
+    place = world.path / "never-begun"
+    with pytest.raises(UserError, match="samples"):
+        world.train(SFT, "validation.samples=3", into="never-begun")
+    assert not RunFolder(place).holds_a_run()
+
+
+def test_a_teacher_of_other_images_is_refused(world: World):
+    world.train(SFT, into="of-16", iterations=1)
+    (message,) = refused(world, DMD2, f"teacher.init={world.path / 'of-16'}", "data.size=32")
+    assert message.startswith("teacher: ")
+    assert "[1, 1, 16, 16]" in message

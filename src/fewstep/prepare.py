@@ -96,6 +96,8 @@ def prepare(recipe: Recipe) -> Plan:
     Raises UserError, or UserErrors with everything that is wrong at once.
     """
     device, precision = resolve_device(recipe)
+    if recipe.engine.compile and device.type == "cpu":
+        raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
     dataset, codec = open_dataset(recipe.data), IdentityCodec(recipe.codec)
     sampler = FewStep.of(recipe.sampling, dataset.shape, dtype=torch.promote_types(precision, torch.float32))
     method = method_of(recipe).of(recipe.method, sampler)
@@ -169,6 +171,15 @@ def misfits(plan: Plan) -> list[str]:
                 f"{name}: its network is conditioned on {classes or 'no'} classes ({role.model.conditioner.name}), the "
                 f"data set has {len(plan.dataset.classes)}; take another network or other data"
             )
+        teacher = plan.roles.get("teacher")
+        if teacher and name != "teacher" and role.source is teacher.source:
+            continue  # what is wrong with it is told once
+        made = role.source.latent_shape if role.source else None
+        if made is not None and made != plan.shape:
+            errors.append(
+                f"{name}: it was trained on samples of shape {list(made)}, the data have {list(plan.shape)}; "
+                "take another network, or its own data (data.size)"
+            )
         codec = role.source.codec if role.source else None
         if role.source and codec and IdentityCodec(IdentitySection.model_validate(codec)).id != plan.codec.id:
             errors.append(
@@ -218,7 +229,7 @@ def _trained(
     elif section.init in planned:
         start = planned[section.init]
     else:
-        start = _from_source(name, section.init, section.weights)
+        start = _from_source(name, section.init, section.weights or "ema")
     if section.init != "random" and section.model is not None and section.model != start.model:
         raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
     return replace(start, optimizer=optimizer, schedule=schedule)

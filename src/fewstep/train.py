@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fewstep import __version__
+from fewstep.checkpoint.atomic import replace_text
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint
@@ -22,7 +22,7 @@ from fewstep.data.order import BatchOrder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import Role, freeze
-from fewstep.errors import UserError
+from fewstep.errors import UserErrors
 from fewstep.evaluate.validation import Validator
 from fewstep.models.wan.parallelize import compile_blocks, compile_whole
 from fewstep.observe.observer import Observer
@@ -31,6 +31,8 @@ from fewstep.optim.optimizer import RoleOptimizer
 from fewstep.prepare import Plan
 from fewstep.rng import generator
 
+FREE_AT_RESUME = ("name", "iterations", "checkpoint", "validation", "observe", "engine", "plugins")
+"""Sections that may change when a run goes on; any other would make it a run that no recipe describes."""
 COMPILERS = {"blocks": compile_blocks, "graphs": compile_whole}
 
 
@@ -43,9 +45,10 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
     recipe = plan.recipe
     with run.lock(), StopRequest() as stop:
         engine = assemble(plan)
+        check = validator(plan, engine, run)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
-        run.recipe.write_text(dump_recipe(recipe))
+        replace_text(run.recipe, dump_recipe(recipe))
         run.environment.write_text(json.dumps(environment(plan), indent=1))
         observer = Observer(
             recipe.observe,
@@ -57,8 +60,6 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
             time_s=time_s,
         )
         try:
-            with observer.clock.paused():
-                validate = validator(plan, engine, run, observer)
             while iteration < recipe.iterations and not stop.asked:
                 metrics = engine.run(iteration)
                 iteration += 1
@@ -66,7 +67,10 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
                 last = iteration == recipe.iterations
                 if last or iteration % recipe.checkpoint.every == 0:
                     saved = save(engine, plan, run, observer, iteration)
-                validate(iteration, last)
+                if check and (last or iteration % check.section.every == 0):
+                    with observer.phase("validation"), engine.ema.swapped():
+                        results = check(iteration, engine.roles["student"])
+                    observer.validation(iteration, results)
             if saved != iteration:
                 save(engine, plan, run, observer, iteration)
             farewell = _farewell(run, iteration >= recipe.iterations)
@@ -121,15 +125,13 @@ def batch_source(plan: Plan, student: Role) -> BatchSource:
     return BatchSource(plan.dataset, order, lambda pixels: plan.codec.encode(pixels).to(dtype), condition, plan.device)
 
 
-def validator(plan: Plan, engine: ProcessEngine, run: RunFolder, observer: Observer) -> Callable[[int, bool], None]:
-    """A function of (iteration, whether it is the last) that validates the averaged student when it is due."""
-    section = plan.recipe.validation
-    if section is None:
-        return lambda iteration, last: None
-    student = engine.roles["student"]
-    conditioner: Any = student.network.conditioner
-    check = Validator(
-        section,
+def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | None:
+    """What validates the averaged student, if the recipe asks for it; its classifier is trained now, if ever."""
+    if plan.recipe.validation is None:
+        return None
+    conditioner: Any = engine.roles["student"].network.conditioner
+    return Validator(
+        plan.recipe.validation,
         plan.recipe.sampling,
         conditioner,
         plan.codec,
@@ -141,14 +143,6 @@ def validator(plan: Plan, engine: ProcessEngine, run: RunFolder, observer: Obser
         device=plan.device,
         plugins=plan.recipe.plugins,
     )
-
-    def validate(iteration: int, last: bool) -> None:
-        if last or iteration % section.every == 0:
-            with observer.phase("validation"), engine.ema.swapped():
-                results = check(iteration, student)
-            observer.validation(iteration, results)
-
-    return validate
 
 
 def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, iteration: int) -> int:
@@ -178,12 +172,24 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
         return 0, 0.0
     checkpoint = load_checkpoint(newest)
     meta = Meta.from_json(checkpoint.meta, newest)
-    if meta.models != plan.models:
-        raise UserError(
-            f"{newest}: its networks are {meta.models}, the recipe's {plan.models}; resume with its own recipe"
+    now = plan.recipe.model_dump(mode="json")
+    changed = [
+        line for key in now if key not in FREE_AT_RESUME for line in differences(meta.recipe.get(key), now[key], key)
+    ]
+    if changed:
+        raise UserErrors(
+            [f"{run.path} cannot go on with another recipe; take it back, or begin a run of another name:", *changed]
         )
     engine.load({group: checkpoint.tensors(group) for group in checkpoint.groups})
     return checkpoint.iteration, meta.time_s
+
+
+def differences(before: Any, now: Any, key: str) -> list[str]:
+    """Every value below ``key`` that is not what it was, a line each."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [*before, *(name for name in now if name not in before)]
+        return [line for name in names for line in differences(before.get(name), now.get(name), f"{key}.{name}")]
+    return [] if before == now else [f"{key} = {now}: it was {before}"]
 
 
 def versions() -> dict[str, str]:

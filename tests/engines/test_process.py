@@ -107,8 +107,8 @@ def test_every_role_counts_its_own_updates_and_follows_its_own_schedule():
     assert [float(row["student/lr"]) for row in metrics[2:]] == pytest.approx([0.5e-3, 1e-3]), "its warm-up of two"
     for role in ("critic", "discriminator"):
         assert [int(row[f"{role}/updates"]) for row in metrics] == [2, 3, 5, 7]
-        last_two = [0.1 + 0.9 * (1 + math.cos(math.pi * (update - 2) / 4)) / 2 for update in (5, 6)]
-        assert float(metrics[-1][f"{role}/lr"]) == pytest.approx(1e-3 * sum(last_two) / 2)
+        last = 0.1 + 0.9 * (1 + math.cos(math.pi * (6 - 2) / 4)) / 2
+        assert float(metrics[-1][f"{role}/lr"]) == pytest.approx(1e-3 * last), "of the iteration's last update"
     assert updates_of(method, 4) == {"student": 2, "critic": 7, "discriminator": 7}
 
 

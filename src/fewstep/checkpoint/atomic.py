@@ -42,6 +42,16 @@ def written_aside(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Writes a file that is never seen half-written: what stood there before stays until all of it is on the disk."""
+    aside = file.with_name(f"{PARTIAL}{file.name}-{secrets.token_hex(4)}")
+    with aside.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    aside.replace(file)
+
+
 def remove_folder(folder: Path) -> None:
     """Removes a folder, if it is there; a crash half-way leaves nothing under its name."""
     doomed = folder.with_name(f"{REMOVING}{folder.name}-{secrets.token_hex(4)}")

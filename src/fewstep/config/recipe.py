@@ -44,7 +44,7 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=0)
     """Every random draw of the run follows from it."""
     iterations: int = Field(ge=1)
-    """Student updates of the whole run, however often it is resumed."""
+    """Of the whole run, however often it is resumed; one student update each, but for a warm-up of the critic."""
     method: MethodSection
     """What is trained, and how: the method and its settings."""
     student: StudentSection

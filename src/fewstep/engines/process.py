@@ -8,14 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewstep.data.batches import BatchSource
 from fewstep.engines.roles import Role
 from fewstep.methods.api import Method, Phase
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
-from fewstep.records import Batch, assert_detached, concat, leaves, rows
+from fewstep.records import Batch, assert_detached, concat, rows
 from fewstep.rng import Draw
 
 
@@ -56,7 +56,7 @@ class ProcessEngine:
             for name, value in report.items():
                 metrics.setdefault(name, []).append(value)
         return {
-            name: values[-1] if name.endswith(("/updates", "/skipped")) else torch.stack(values).mean()
+            name: values[-1] if name.endswith(("/lr", "/updates", "/skipped")) else torch.stack(values).mean()
             for name, values in metrics.items()
         }
 
@@ -119,8 +119,3 @@ class ProcessEngine:
 def parameters_of(function: Any) -> tuple[str, ...]:
     """The names by which a phase is bound: roles, records, ``batch``, ``draw``; what is absent binds to None."""
     return tuple(inspect.signature(function).parameters)
-
-
-def num_elements(network: nn.Module) -> int:
-    """Parameters of a network, frozen ones included."""
-    return sum(tensor.numel() for tensor in leaves(dict(network.named_parameters())))

@@ -31,8 +31,8 @@ class StudentSection(Section):
 
     init: str = "teacher"
     """``teacher``, ``random`` (with ``model``), or a run, a checkpoint, an export or a diffusers folder."""
-    weights: Literal["ema", "raw"] = "ema"
-    """Which weights of the run named in ``init``."""
+    weights: Literal["ema", "raw"] | None = None
+    """Which weights of the run named in ``init``; the average (``ema``) when left out."""
     model: ModelSection | None = None
     """The network, where ``init`` is ``random``; else it is that of ``init``."""
     optimizer: OptimizerSection
@@ -44,8 +44,8 @@ class CriticSection(Section):
 
     init: str = "teacher"
     """``teacher``, ``student``, ``random`` (with ``model``), or a run, a checkpoint, an export, a diffusers folder."""
-    weights: Literal["ema", "raw"] = "ema"
-    """Which weights of the run named in ``init``."""
+    weights: Literal["ema", "raw"] | None = None
+    """Which weights of the run named in ``init``; the average (``ema``) when left out."""
     model: ModelSection | None = None
     """The network, where ``init`` is ``random``."""
     optimizer: OptimizerSection | None = None

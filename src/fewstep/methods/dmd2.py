@@ -45,7 +45,7 @@ class DMD2Section(Section):
     critic_sigma: SigmaDensity = Uniform()
     """Density of the noise level in the critic's flow matching."""
     critic_warmup_updates: int = Field(default=0, ge=0)
-    """Critic updates before the first student update."""
+    """Critic updates before the first iteration with a student update, whose own critic updates come on top."""
     score_sigma: SigmaDensity = Uniform(low=0.02, high=0.98)
     """Density of the noise level at which teacher and critic are compared."""
     guidance_scale: float = Field(default=1.0, ge=0)

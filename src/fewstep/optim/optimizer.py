@@ -100,6 +100,7 @@ class RoleOptimizer:
         """The inverse of :meth:`state`. Raises KeyError if a name is not one of this role's parameters."""
         self.updates.copy_(tensors["updates"])
         self.skipped.copy_(tensors["skipped"])
+        self._adamw.state.clear()
         for name, value in tensors.items():
             if name not in ("updates", "skipped"):
                 key, _, parameter = name.partition("/")
