@@ -227,6 +227,21 @@ def test_nothing_is_overwritten_unasked_and_nothing_but_an_export_ever(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
+def test_an_export_in_which_something_else_lies_is_not_overwritten(tmp_path: Path):
+    source = open_source(write_run(tmp_path / "run", 3).path)
+    folder = export(source, tmp_path / "out")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"out also holds \.git, notes\.txt, which an export does not write"):
+        export(source, folder, overwrite=True)
+    (folder / "transformer" / "old").mkdir()
+    (folder / "scheduler" / "z.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds \.git, notes\.txt, scheduler/z\.txt and 1 more, which"):
+        export(source, folder, overwrite=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
 def test_a_full_disk_leaves_the_old_export_and_nothing_else(tmp_path: Path):
     run = write_run(tmp_path / "run", 3, 6)
     folder = export(open_source(run.checkpoints / "iteration-000003"), tmp_path / "out")

@@ -138,6 +138,24 @@ def missing_file(path: Path) -> None:
     (path / "student.optimizer.safetensors").unlink()
 
 
+def marker_of_no_files(path: Path) -> None:
+    (path / "complete.json").write_text('{"iteration": 3, "files": {}}')
+
+
+def marker_without(path: Path, left_out: str) -> None:
+    marker = json.loads((path / "complete.json").read_text())
+    marker["files"] = {name: entry for name, entry in marker["files"].items() if not name.endswith(left_out)}
+    (path / "complete.json").write_text(json.dumps(marker))
+
+
+def marker_without_meta(path: Path) -> None:
+    marker_without(path, "meta.json")
+
+
+def marker_without_tensors(path: Path) -> None:
+    marker_without(path, ".safetensors")
+
+
 def empty_folder(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()
@@ -147,6 +165,9 @@ BREAKS = {
     without_marker: "complete.json, so its save never ended",
     damaged_marker: "complete.json is damaged",
     marker_of_another_kind: "complete.json is damaged",
+    marker_of_no_files: "complete.json does not list meta.json and tensors",
+    marker_without_meta: "complete.json does not list meta.json and tensors",
+    marker_without_tensors: "complete.json does not list meta.json and tensors",
     shorter_file: r"student.safetensors has \d+ bytes instead of \d+",
     missing_file: "student.optimizer.safetensors is missing",
     empty_folder: "complete.json, so its save never ended",
@@ -178,6 +199,17 @@ def test_a_flipped_bit_is_found(tmp_path: Path, file: str):
     (path / file).write_bytes(content)
     with pytest.raises(UserError, match=f"{file}: its content is not what was written"):
         load_checkpoint(path).tensors("student")
+
+
+@pytest.mark.parametrize("file", ["student.safetensors", "meta.json"])
+def test_a_checkpoint_with_a_flipped_bit_is_skipped_where_contents_are_verified(tmp_path: Path, file: str):
+    older, damaged = save(tmp_path, 2), save(tmp_path, 3)
+    content = bytearray((damaged / file).read_bytes())
+    content[-3] ^= 1
+    (damaged / file).write_bytes(content)
+    assert newest_complete(tmp_path) == damaged
+    with pytest.warns(UserWarning, match=f"{damaged}: .*skipped: the content of {file} is not what was written"):
+        assert newest_complete(tmp_path, verified=True) == older
 
 
 def test_the_last_ones_and_the_multiples_are_kept(tmp_path: Path):

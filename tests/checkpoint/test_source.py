@@ -139,6 +139,50 @@ def test_an_export_knows_what_the_run_knew(tmp_path: Path):
     assert equal(found.weights(), source.weights())
 
 
+@pytest.mark.parametrize("content", [b"", b"\x00" * 5, None], ids=("empty", "no header", "cut"))
+def test_weights_that_were_cut_off_are_named(tmp_path: Path, content: bytes | None):
+    folder = export(open_source(write_run(tmp_path / "run", 3).path), tmp_path / "out")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7] if content is None else content)
+    with pytest.raises(UserError, match=rf"{file} is not a whole safetensors file .*copy it again"):
+        open_source(folder).weights()
+    (folder / "fewstep.json").unlink()
+    with pytest.raises(UserError, match=rf"{file} is not a whole safetensors file"):
+        open_source(folder)
+
+
+def test_an_index_without_files_is_refused(tmp_path: Path):
+    diffusers_folder(tmp_path / "wan", 3)
+    (tmp_path / "wan/transformer/diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(UserError, match=r"index\.json: weight_map must give a file for every tensor"):
+        open_source(tmp_path / "wan")
+
+
+WRONG = {
+    "no model": ({"model": {}}, ["model.size: ", "model.conditioner: "]),
+    "another model": ({"model": SECTION.model_dump(mode="json") | {"heads": 0}}, ["model.heads: "]),
+    "one class": ({"classes": ["shoe"]}, ["classes: there are 1 names, the conditioner of the model has 5"]),
+    "everything": (
+        {"classes": ["shoe"], "latent_shape": [1, 3, 9, 6]},
+        ["classes: there are 1 ", "latent_shape: it has 3 channels, the model 4", "latent_shape: latents of 9x6"],
+    ),
+    "nothing": ({"latent_shape": [1, 4, 0, 6]}, ["latent_shape: frames, rows and columns must be positive"]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_export_that_contradicts_itself_is_refused_with_every_field(tmp_path: Path, kind: str):
+    folder = export(open_source(write_run(tmp_path / "run", 3).path), tmp_path / "out")
+    changes, expected = WRONG[kind]
+    file = folder / "fewstep.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError) as error:
+        open_source(folder)
+    lines = str(error.value).split("\n")
+    assert len(lines) == len(expected)
+    assert all(line.startswith(f"{file}: {start}") for line, start in zip(lines, expected, strict=True)), lines
+
+
 def test_raw_weights_cannot_be_had_from_an_export_of_the_average(tmp_path: Path):
     run = write_run(tmp_path / "run", 3)
     found = open_source(export(open_source(run.path), tmp_path / "out"))

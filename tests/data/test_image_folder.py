@@ -170,14 +170,18 @@ def test_a_link_to_itself_is_a_broken_file(pets: Path):
         ImageFolder(section(pets))
 
 
-def test_names_that_are_no_text_are_read_and_can_be_printed(pets: Path):
-    name = os.fsdecode(b"\xff.png")
-    put(pets / "cat" / name, 12)
-    assert values(ImageFolder(section(pets))) == [10, 11, 12, 20, 21, 22]
-    (pets / "cat" / name).write_text("no image")
-    with pytest.raises(UserError, match=r"cat/\\xff\.png: ") as caught:
+@pytest.mark.parametrize("name", [b"cat/\xff.png", b"dog/\xff/a.png", b"\xff/a.png"], ids=("file", "folder", "class"))
+def test_names_that_are_no_text_are_refused_in_words_that_can_be_printed(pets: Path, name: bytes):
+    put(pets / os.fsdecode(name), 12)
+    shown = r"(cat|dog)?/?\\xff(\.png|/a\.png)?"
+    with pytest.raises(UserError, match=rf"data\.path: 1 names in .* not valid UTF-8 \({shown}\); rename") as caught:
         ImageFolder(section(pets))
     str(caught.value).encode()
+
+
+def test_names_beyond_ascii_are_names_like_others(pets: Path):
+    put(pets / "\u00e9l\u00e9phant" / "\u732b \\xff.png", 30)
+    assert ImageFolder(section(pets)).classes == ("cat", "dog", "\u00e9l\u00e9phant")
 
 
 def test_evaluation_compares_with_the_test_folder_if_there_is_one(pets: Path, tmp_path: Path):

@@ -252,6 +252,22 @@ def test_names_from_outside_are_only_text(tmp_path, hostile):
     assert all(not name.startswith("on") for _, attributes in page.tags for name in attributes)
 
 
+def test_lines_written_by_anybody_give_a_page_of_text(tmp_path):
+    lines = [
+        '{"kind": "warning", "iteration": 1, "time_s": 0, "message": 5}',
+        '{"kind": "event", "iteration": 1, "time_s": 0, "message": {"<script>": "\\ud800"}}',
+        '{"kind": "train", "iteration": 1, "time_s": 0, "<script>\\ud800": 1.0, "student/<b>.<i>": "Infinity"}',
+        '{"kind": "train", "iteration": Infinity, "time_s": 0}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "recipe.yaml").write_text("day: 2024-99-99\n")
+    page = Page(write_report(tmp_path))
+    assert sum(tag in ("script", "i") for tag, _ in page.tags) == page.source.count("<i></i>") + 1
+    assert page.words.count("<script>") >= 2
+    assert "line 4: not a row of metrics" in page.words
+    assert "recipe.yaml is not valid YAML" in page.words
+
+
 def test_an_empty_folder_gives_a_page(tmp_path):
     page = Page(write_report(tmp_path))
     assert page.text["h1"] == tmp_path.name

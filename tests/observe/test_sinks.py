@@ -130,7 +130,20 @@ def test_all_warnings_of_one_iteration_stand(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"{broken\n", b"[1, 2]\n", b"\xff\xfe\n", b'{"kind": "train"}\n', b'{"kind": 1, "a": {}}\n']
+    "damage",
+    [
+        b"{broken\n",
+        b"[1, 2]\n",
+        b"\xff\xfe\n",
+        b'{"kind": "train"}\n',
+        b'{"kind": 1, "a": {}}\n',
+        b'{"kind": "train", "iteration": Infinity, "time_s": 1}\n',
+        b'{"kind": "resume", "iteration": -1, "time_s": 1}\n',
+        b'{"kind": "train", "iteration": 1' + b"0" * 400 + b', "time_s": 1}\n',
+        b'{"kind": "train", "iteration": 7, "time_s": 1e999}\n',
+        b'{"kind": "train", "iteration": 7, "time_s": 1, "loss": 1' + b"0" * 400 + b"}\n",
+        b'{"kind": ' + b"[" * 100_000 + b"\n",
+    ],
 )
 def test_a_damaged_line_in_the_middle_is_named_and_left_out(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
@@ -139,6 +152,12 @@ def test_a_damaged_line_in_the_middle_is_named_and_left_out(tmp_path, damage):
     write(path, train_row(10, 0.25))
     with pytest.warns(UserWarning, match="line 2"):
         assert losses(path) == {5: 0.5, 10: 0.25}
+
+
+def test_a_message_is_text_whatever_was_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "warning", "iteration": 1, "time_s": 0, "message": 5}\n')
+    assert [row.message for row in read_rows(path)] == ["5"]
 
 
 def scalars(folder, name: str) -> list[tuple[int, float]]:

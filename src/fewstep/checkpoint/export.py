@@ -24,6 +24,19 @@ from fewstep.models.wan.state_dict_adapter import config_to_diffusers, to_diffus
 
 DType = Literal["float32", "bfloat16"]
 
+_FILES = (
+    Path("transformer", "config.json"),
+    Path("transformer", WEIGHTS),
+    CONDITIONER,
+    CONDITIONER.with_name("config.json"),
+    Path("model_index.json"),
+    Path("scheduler", "scheduler_config.json"),
+    Path(EXPORTED),
+    Path("README.md"),
+)
+"""Everything that an export may hold."""
+_FOLDERS = {file.parent for file in _FILES if file.parent.name}
+_NAMED = 3
 
 _PIPELINE: dict[str, Any] = {
     "_class_name": "WanPipeline",
@@ -43,7 +56,8 @@ def export(
 
     ``transformer/`` and ``scheduler/`` are what diffusers' classes load; ``conditioner/`` holds a learned class table;
     ``fewstep.json`` says how the network is run. The source is only read. Raises UserError if ``folder`` is taken
-    (``overwrite`` replaces an export, and nothing else), if nothing is known of how to sample, or if the disk fails.
+    (``overwrite`` replaces an export in which nothing else lies), if nothing is known of how to sample, or if the disk
+    fails.
     """
     _refuse_taken(folder, overwrite)
     name = folder.resolve().name
@@ -104,6 +118,20 @@ def _refuse_taken(folder: Path, overwrite: bool) -> None:
         raise UserError(f"{folder} exists and is not an export; give another folder")
     if not overwrite:
         raise UserError(f"{folder} already holds an export; give another folder, or --overwrite to replace it")
+    foreign = _foreign(folder)
+    if foreign:
+        more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
+        raise UserError(
+            f"{folder} also holds {', '.join(foreign[:_NAMED])}{more}, which an export does not write and --overwrite "
+            "would delete; move that away, or give another folder"
+        )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What lies in the folder of an export and is not of it, by path in the folder."""
+    entries = [entry for place in (folder, *(folder / name for name in _FOLDERS)) for entry in place.glob("*")]
+    found = {entry.relative_to(folder): entry.is_dir() for entry in entries}
+    return sorted(str(name) for name, is_dir in found.items() if name not in (_FOLDERS if is_dir else _FILES))
 
 
 def _cast(state: dict[str, Tensor], dtype: DType) -> dict[str, Tensor]:

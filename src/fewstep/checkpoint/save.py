@@ -105,12 +105,15 @@ def save_checkpoint(
     return folder
 
 
-def newest_complete(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint, or None. Warns of every newer one that was cut off or is broken, by name."""
+def newest_complete(checkpoints: Path, *, verified: bool = False) -> Path | None:
+    """The newest complete checkpoint, or None. Warns of every newer one that was cut off or is broken, by name.
+
+    verified: whether the content of every file must be what was written (SHA-256), which reads them all.
+    """
     for partial in dead_partials(checkpoints):
         warnings.warn(f"{partial}: a save that was cut off, ignored", stacklevel=2)
     for _, path in reversed(_listing(checkpoints)):
-        flaw = _flaw(path)
+        flaw = _flaw(path) or (_damage(path) if verified else None)
         if flaw is None:
             return path
         warnings.warn(f"{path}: this checkpoint is broken and skipped: {flaw}", stacklevel=2)
@@ -158,18 +161,32 @@ def _read_marker(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 def _flaw(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, as far as names and sizes tell; None if nothing is."""
     try:
-        _, entries = _read_marker(path)
-        files = {name: entry["bytes"] for name, entry in entries.items()}
+        iteration, entries = _read_marker(path)
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
     except FileNotFoundError:
         return f"it has no {MARKER}, so its save never ended"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"its {MARKER} is damaged"
-    for name, expected in files.items():
+    if not isinstance(iteration, int) or META not in files or not any(name.endswith(".safetensors") for name in files):
+        return f"its {MARKER} does not list {META} and tensors, so it is damaged"
+    for name, (expected, _) in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != expected:
             return f"{name} has {file.stat().st_size} bytes instead of {expected}"
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with the content of a checkpoint in which names and sizes are right; None if nothing is."""
+    for name, entry in _read_marker(path)[1].items():
+        try:
+            found = _sha256(path / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if found != entry["sha256"]:
+            return f"the content of {name} is not what was written (SHA-256 differs)"
     return None
 
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from fewstep.checkpoint.meta import Exported, Meta
 from fewstep.checkpoint.save import MARKER, Checkpoint, load_checkpoint, newest_complete
 from fewstep.checkpoint.tensor_file import dtypes, read_tensors
-from fewstep.errors import UserError
+from fewstep.errors import UserError, UserErrors
+from fewstep.models.api import Geometry
 from fewstep.models.families import ModelSection, build
 from fewstep.models.wan.state_dict_adapter import from_diffusers, section_from_diffusers
 
@@ -137,6 +138,9 @@ def _open_checkpoint(checkpoint: Checkpoint, path: Path, kind: Literal["run", "c
 
 def _open_export(path: Path) -> Source:
     exported = Exported.from_json(_read_json(path / EXPORTED), path / EXPORTED)
+    errors = _contradictions(exported)
+    if errors:
+        raise UserErrors([f"{path / EXPORTED}: {error}" for error in errors])
     files = _weight_files(path / "transformer")
     table = path / CONDITIONER
 
@@ -162,6 +166,28 @@ def _open_export(path: Path) -> Source:
     )
 
 
+def _contradictions(exported: Exported) -> list[str]:
+    """What is wrong with the model of an export, and what else it says that does not fit that model."""
+    try:
+        section = TypeAdapter(ModelSection).validate_python(exported.model)
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, ('model', *found['loc'])))}: {found['msg']}" for found in error.errors()]
+    errors, (frames, channels, height, width) = [], exported.latent_shape
+    classes = getattr(section.conditioner, "classes", None)
+    if classes is not None and exported.classes is not None and len(exported.classes) != classes:
+        errors.append(f"classes: there are {len(exported.classes)} names, the conditioner of the model has {classes}")
+    geometry = Geometry(section.architecture.channels, section.architecture.patch)
+    if channels != geometry.channels:
+        errors.append(f"latent_shape: it has {channels} channels, the model {geometry.channels}")
+    if min(frames, height, width) < 1:
+        errors.append(f"latent_shape: frames, rows and columns must be positive, got {list(exported.latent_shape)}")
+    try:
+        geometry.tokens_per_frame(height, width)
+    except ValueError as error:
+        errors.append(f"latent_shape: {error}")
+    return errors
+
+
 def _open_diffusers(path: Path, folder: Path) -> Source:
     if (path / "transformer_2").is_dir():
         raise UserError(f"{path} has two experts (transformer and transformer_2); only networks of one can be used")
@@ -181,7 +207,7 @@ def _open_diffusers(path: Path, folder: Path) -> Source:
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a diffusers network, one or several."""
     index = folder / f"{WEIGHTS}.index.json"
-    names = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    names = _shards(index) if index.is_file() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         return [folder / name for name in names]
@@ -192,6 +218,13 @@ def _weight_files(folder: Path) -> list[Path]:
             f"safetensors ({WEIGHTS}), for instance by diffusers' save_pretrained(..., safe_serialization=True)"
         )
     raise UserError(f"{folder}: {', '.join(missing)} missing; it has {_contents(folder)}")
+
+
+def _shards(index: Path) -> list[str]:
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise UserError(f"{index}: weight_map must give a file for every tensor; copy the model again")
+    return sorted(set(shards.values()))
 
 
 def _renamed(files: list[Path], conditioner: State) -> State:

@@ -44,8 +44,8 @@ class ImageFolder:
     Ids follow the classes by name, and the files of a class by path. The decoded images take n x channels x height x
     width bytes of the section's ``cache``. Other files, and hidden ones, are passed over.
 
-    Raises UserError if there are no classes, a class without images, images outside the classes, or files that cannot
-    be used (all are tried here, and the message names them).
+    Raises UserError if there are no classes, a class without images, images outside the classes, names that are not
+    valid UTF-8, or files that cannot be used (all are tried here, and the message names them).
     """
 
     def __init__(self, section: ImageFolderSection, split: Split = "train"):
@@ -59,6 +59,7 @@ class ImageFolder:
         self.shape = (1, section.channels, height, width)
 
         files = [(path, label) for label, name in enumerate(self.classes) for path in self._images_of(name)]
+        _check_names([str(path.relative_to(self._folder)) for path, _ in files], self._folder, self._place)
         cache = Path(section.cache).expanduser() / "images"
         self._pixels, broken = decoded([path for path, _ in files], (section.channels, height, width), cache)
         if broken:
@@ -106,7 +107,7 @@ class ImageFolder:
 
 def class_names(folder: Path, place: str) -> tuple[str, ...]:
     """The sorted names of the class folders in ``folder``. Raises UserError, beginning with the key ``place`` of the
-    recipe, if there are none or if images stand beside them."""
+    recipe, if there are none, if a name is not valid UTF-8, or if images stand beside them."""
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
@@ -120,7 +121,18 @@ def class_names(folder: Path, place: str) -> tuple[str, ...]:
             f"{place}: {len(strays)} images stand beside the class folders of '{folder}' ({_some(strays)}); "
             "move them into a class folder"
         )
+    _check_names(classes, folder, place)
     return tuple(classes)
+
+
+def _check_names(names: Sequence[str], folder: Path, place: str) -> None:
+    """Raises UserError if the bytes of a name are not text: no recipe, checkpoint or picture could hold it."""
+    odd = [name for name in names if _text(Path(name)).encode() != os.fsencode(name)]
+    if odd:
+        raise UserError(
+            f"{place}: {len(odd)} names in '{folder}' are not valid UTF-8 ({_some(odd)}); rename them, for instance by "
+            "convmv"
+        )
 
 
 def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:

@@ -59,7 +59,12 @@ def read_checked(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a file to write to, which becomes ``path`` when the block ends and vanishes when it raises."""
+    """Yields a file to write to, which becomes ``path`` when the block ends and vanishes when it raises.
+
+    Raises UserError where ``path`` is a folder, a device or anything else that a file must not replace.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"'{path}' is not a regular file and is not replaced by one; give the path of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:

@@ -123,10 +123,11 @@ def _parsed(line: bytes) -> Row | None:
     try:
         entry = json.loads(line)
         values = {name: float(value) for name, value in entry.items() if name not in RESERVED}
-        return Row(
-            str(entry["kind"]), int(entry["iteration"]), float(entry["time_s"]), values, entry.get("message", "")
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        iteration, time_s = int(entry["iteration"]), float(entry["time_s"])
+        if not (0 <= iteration < 2**63 and math.isfinite(time_s)):
+            return None
+        return Row(str(entry["kind"]), iteration, time_s, values, str(entry.get("message", "")))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

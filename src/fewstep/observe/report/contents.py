@@ -96,7 +96,7 @@ def _read_recipe(path: Path, contents: Contents) -> None:
     contents.recipe_text = path.read_text(encoding="utf-8", errors="replace")
     try:
         recipe = yaml.safe_load(contents.recipe_text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         contents.problems.append("recipe.yaml is not valid YAML; it is shown as it is.")
         return
     if isinstance(recipe, dict):

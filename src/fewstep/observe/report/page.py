@@ -34,6 +34,6 @@ def write_report(run_folder: Path) -> Path:
     )
     path = run_folder / "report.html"
     aside = path.with_suffix(".html.part")
-    aside.write_text(page, encoding="utf-8")
+    aside.write_text(page, encoding="utf-8", errors="replace")
     os.replace(aside, path)
     return path
