@@ -400,3 +400,45 @@ def test_a_teacher_of_other_images_is_refused(world: World):
     (message,) = refused(world, DMD2, f"teacher.init={world.path / 'of-16'}", "data.size=32")
     assert message.startswith("teacher: ")
     assert "[1, 1, 16, 16]" in message
+
+
+def test_a_run_whose_updates_were_all_skipped_is_no_success(world: World):
+    with pytest.raises(UserError, match="every update was skipped"):
+        world.train(SFT, "codec.std=[1.0e-38]", "validation=null", into="barren", iterations=1)
+    rows = read_rows(world.path / "barren" / "metrics.jsonl")
+    assert any(row.kind == "warning" and "skipped 1 updates" in row.message for row in rows)
+
+
+def test_a_run_does_not_go_on_from_a_teacher_that_went_on(world: World):
+    teacher = world.train(SFT, into="moving", iterations=1)
+    name = {"into": "its-student", "iterations": 1}
+    world.train(DMD2, f"teacher.init={teacher.path}", "validation=null", **name)
+    world.train(SFT, into="moving", iterations=2, resume=True)
+    more = {"into": "its-student", "iterations": 2, "resume": True}
+    with pytest.raises(UserErrors, match="stood at"):
+        world.train(DMD2, f"teacher.init={teacher.path}", "validation=null", **more)
+    kept = teacher.checkpoints / "iteration-000001"
+    world.train(DMD2, f"teacher.init={kept}", "validation=null", **more)
+
+
+def test_fewer_iterations_than_are_done_are_refused(world: World):
+    world.train(SFT, "validation=null", into="done", iterations=2)
+    with pytest.raises(UserErrors, match=r"iterations = 1: 2 are done"):
+        world.train(SFT, "validation=null", into="done", iterations=1, resume=True)
+
+
+def test_a_validation_that_was_cut_off_is_made_up_for_at_resume(world: World):
+    run = world.train(SFT, into="cut-off", iterations=1)
+    kept = [line for line in run.metrics.read_text().splitlines() if '"validation"' not in line]
+    run.metrics.write_text("\n".join(kept) + "\n")
+    world.train(SFT, into="cut-off", iterations=1, resume=True)
+    assert [row.iteration for row in read_rows(run.metrics) if row.kind == "validation"] == [1]
+
+
+def test_a_schedule_of_a_billion_iterations_is_counted_at_once(world: World):
+    plan = prepare(world.recipe(DMD2, "method.critic_warmup_updates=7", "method.critic_updates=5", iterations=10**9))
+    assert plan.total_updates() == {
+        "student": 10**9 - 2,
+        "critic": 5 * (10**9 - 2) + 7,
+        "discriminator": 5 * (10**9 - 2) + 7,
+    }

@@ -68,6 +68,11 @@ class Plan:
         """The resolved model section of every role that has one, as plain values."""
         return {name: role.model.model_dump(mode="json") for name, role in self.roles.items() if role.model is not None}
 
+    @property
+    def sources(self) -> dict[str, int | None]:
+        """The iteration at which the run stands that a role is loaded from; a run that goes on would change it."""
+        return {name: role.source.iteration for name, role in self.roles.items() if role.source is not None}
+
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """A network for every role, its weights not yet set; no random stream is touched."""
         made: dict[str, Any] = {
@@ -82,12 +87,19 @@ class Plan:
 
     def total_updates(self) -> dict[str, int]:
         """Updates that each trained role will make in the whole run."""
-        totals = dict.fromkeys(self.method.trained, 0)
-        for iteration in range(self.recipe.iterations):
-            for phase in self.method.phases(iteration):
-                for name in phase.trains:
-                    totals[name] += 1
+        totals, count = dict.fromkeys(self.method.trained, 0), self.recipe.iterations
+        steady = self._updates_of(count - 1)
+        for iteration in range(count):
+            updates = self._updates_of(iteration)
+            same = count - iteration if updates == steady else 1  # what follows the warm-up is like the last iteration
+            for name in updates:
+                totals[name] += same
+            if same > 1:
+                break
         return totals
+
+    def _updates_of(self, iteration: int) -> list[str]:
+        return [name for phase in self.method.phases(iteration) for name in phase.trains]
 
 
 def prepare(recipe: Recipe) -> Plan:
@@ -119,6 +131,8 @@ def resolve_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
         raise UserError(
             f"engine.device = {name}: there is no such kind of device; write 'auto', 'cpu' or 'cuda'"
         ) from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"engine.device = {name}: fewstep runs on 'cpu' and 'cuda'; write one of them, or 'auto'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"engine.device = {name}: this machine has no CUDA device; write 'cpu' or 'auto'")
     automatic = "bfloat16" if device.type == "cuda" else "float32"

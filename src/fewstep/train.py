@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import signal
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,7 +23,7 @@ from fewstep.data.order import BatchOrder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import Role, freeze
-from fewstep.errors import UserErrors
+from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
 from fewstep.models.wan.parallelize import compile_blocks, compile_whole
 from fewstep.observe.observer import Observer
@@ -59,20 +60,21 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
             iteration=iteration,
             time_s=time_s,
         )
+        due = partial(is_due, check, recipe.iterations)
         try:
+            if resume and due(iteration) and observer.lacks_validation(iteration):
+                validate(check, engine, observer, iteration)
             while iteration < recipe.iterations and not stop.asked:
                 metrics = engine.run(iteration)
                 iteration += 1
                 observer.train(iteration, metrics, recipe.data.batch)
-                last = iteration == recipe.iterations
-                if last or iteration % recipe.checkpoint.every == 0:
+                if iteration == recipe.iterations or iteration % recipe.checkpoint.every == 0:
                     saved = save(engine, plan, run, observer, iteration)
-                if check and (last or iteration % check.section.every == 0):
-                    with observer.phase("validation"), engine.ema.swapped():
-                        results = check(iteration, engine.roles["student"])
-                    observer.validation(iteration, results)
+                if due(iteration):
+                    validate(check, engine, observer, iteration)
             if saved != iteration:
                 save(engine, plan, run, observer, iteration)
+            refuse_barren(engine)
             farewell = _farewell(run, iteration >= recipe.iterations)
         finally:
             observer.close(farewell)
@@ -145,6 +147,28 @@ def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | 
     )
 
 
+def is_due(check: Validator | None, last: int, iteration: int) -> bool:
+    """Whether a validation belongs to ``iteration``, at which a run or a part of it ends."""
+    return check is not None and iteration > 0 and (iteration == last or iteration % check.section.every == 0)
+
+
+def validate(check: Any, engine: ProcessEngine, observer: Observer, iteration: int) -> None:
+    """Validates the averaged student."""
+    with observer.phase("validation"), engine.ema.swapped():
+        results = check(iteration, engine.roles["student"])
+    observer.validation(iteration, results)
+
+
+def refuse_barren(engine: ProcessEngine) -> None:
+    """Raises UserError if a role skipped every update that it tried: nothing was trained."""
+    barren = [name for name, optimizer in engine.optimizers.items() if optimizer.skipped and not optimizer.updates]
+    if barren:
+        raise UserError(
+            f"{' and '.join(barren)}: every update was skipped, since loss or gradient was never finite; lower the "
+            "learning rate, and look at the codec and the data"
+        )
+
+
 def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, iteration: int) -> int:
     """Writes the checkpoint of ``iteration``; returns that number."""
     with observer.phase("checkpoint"):
@@ -157,6 +181,7 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, 
             stage="student" if "teacher" in plan.method.roles else "teacher",
             classes=plan.dataset.classes,
             latent_shape=plan.shape,
+            sources=plan.sources,
             counters={name: int(optimizer.updates) for name, optimizer in engine.optimizers.items()},
             time_s=observer.clock.elapsed_s,
             versions=versions(),
@@ -167,7 +192,7 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, 
 
 def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, float]:
     """Loads the newest complete checkpoint; returns its iteration and the seconds trained so far."""
-    newest = newest_complete(run.checkpoints)
+    newest = newest_complete(run.checkpoints, verified=True)
     if newest is None:
         return 0, 0.0
     checkpoint = load_checkpoint(newest)
@@ -176,6 +201,13 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
     changed = [
         line for key in now if key not in FREE_AT_RESUME for line in differences(meta.recipe.get(key), now[key], key)
     ]
+    if meta.sources != plan.sources:
+        changed.append(
+            f"the runs that weights come from stand at iterations {plan.sources}, they stood at {meta.sources}; name "
+            "their checkpoints instead, such as teacher.init=runs/<name>/checkpoints/iteration-..."
+        )
+    if meta.iteration > plan.recipe.iterations:
+        changed.append(f"iterations = {plan.recipe.iterations}: {meta.iteration} are done; write that many or more")
     if changed:
         raise UserErrors(
             [f"{run.path} cannot go on with another recipe; take it back, or begin a run of another name:", *changed]
@@ -185,7 +217,9 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
 
 
 def differences(before: Any, now: Any, key: str) -> list[str]:
-    """Every value below ``key`` that is not what it was, a line each."""
+    """Every value below ``key`` that is not what it was, a line each; places on the disk may change."""
+    if key.rpartition(".")[2] in ("init", "path", "test_path", "cache"):
+        return []
     if isinstance(before, dict) and isinstance(now, dict):
         names = [*before, *(name for name in now if name not in before)]
         return [line for name in names for line in differences(before.get(name), now.get(name), f"{key}.{name}")]

@@ -72,6 +72,8 @@ class Meta(Record):
     """The resolved recipe."""
     models: dict[str, dict[str, Any]]
     """The resolved model section of every role that has one, ``student`` among them."""
+    sources: dict[str, int | None] = {}
+    """The iteration at which the run stood that a role was loaded from; of a role from elsewhere, None."""
     counters: dict[str, Any]
     """What the engine counts: updates, skipped updates, samples seen."""
     time_s: float = Field(ge=0)

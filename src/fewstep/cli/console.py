@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the run failed; 2 the user can mend it (one clean line eac
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from fewstep.errors import UserError, UserErrors
 
 RUN_FAILED, USER_ERROR, STOPPED = 1, 2, 130
 USERS_FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+USERS_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
+"""Errors of a disk that is full or read-only, and of names that it cannot hold."""
 
 out = Console()
 err = Console(stderr=True)
@@ -42,7 +45,7 @@ def complaints(error: BaseException) -> list[str] | None:
         return list(error.errors)
     if isinstance(error, UserError):
         return [str(error)]
-    if isinstance(error, USERS_FILES):
+    if isinstance(error, USERS_FILES) or (isinstance(error, OSError) and error.errno in USERS_DISK):
         return [f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)]
     if type(error).__name__ == "ValidationError":  # of pydantic, which is not imported for this
         found: list[dict[str, Any]] = error.errors()  # type: ignore[attr-defined]

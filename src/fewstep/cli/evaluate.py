@@ -10,6 +10,7 @@ import typer
 from fewstep.cli.console import out as console
 from fewstep.cli.console import say
 from fewstep.cli.export import MODEL_HELP
+from fewstep.errors import UserError
 
 
 def evaluate(
@@ -55,6 +56,11 @@ def evaluate(
     others = [load_model(path, raw=raw, device=device) for path in compare or []]
     judge, train = open_judge(loaded, recipe)
     judge.check(num_samples, "--num-samples")
+    for other in others:
+        if (other.classes, other.shape) != (loaded.classes, loaded.shape):
+            raise UserError(
+                f"--compare {other.source.path}: its classes or its samples' shape are not those of {model}"
+            )
     settings: dict[str, Any] = {"num_samples": num_samples, "seeds": tuple(range(seeds)), "batch": batch}
     rows = [evaluate_real(judge, train, num_samples)]
     rows += [measure(other, judge, None, **settings) for other in others]

@@ -33,7 +33,7 @@ def _class(name: str, classes: tuple[str, ...]) -> int:
     known = {class_name.lower(): index for index, class_name in enumerate(classes)}
     if name.lower() in known:
         return known[name.lower()]
-    if name.isdigit() and int(name) < len(classes):
+    if name.isdecimal() and int(name) < len(classes):
         return int(name)
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean '{classes[known[close[0]]]}'?" if close else f"the classes are {', '.join(classes)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from fewstep.cli.console import say
 from fewstep.cli.export import MODEL_HELP
+from fewstep.errors import UserError
 
 
 def sample(
@@ -54,6 +56,8 @@ def sample(
     if raw and loaded.source.holds == ("raw",):
         warnings.warn(f"--raw has no effect: {model} holds one set of weights", stacklevel=2)
     sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
+    if guidance is not None and not math.isfinite(guidance):
+        raise UserError(f"--guidance {guidance}: write a number")
     if guidance is not None:
         sampling = sampling.model_copy(update={"guidance_scale": guidance})
     for departure in departures(loaded.sampling, sampling):

@@ -45,7 +45,7 @@ def _starts(recipe: Any, method: Any) -> Iterator[Problem]:
                 (role, "model"), f"is missing: {role}.init: random needs a network; write its family and size"
             )
         others = [other for other in ("teacher", "student") if other in method.roles and other != role]
-        if section.weights is not None and section.init in ("random", *others):
+        if section.weights == "raw" and section.init in ("random", *others):
             yield Problem((role, "weights"), f"is read where {role}.init is a run; with '{section.init}' leave it out")
         if section.init in ("teacher", "student", "critic", "discriminator") and section.init not in others:
             choices = " or ".join([*others, "random"])

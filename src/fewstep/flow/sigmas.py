@@ -125,7 +125,7 @@ class Grid(_Bounded):
 
     name: Literal["grid"] = "grid"
     """The density's name in a recipe."""
-    nodes: int = Field(ge=1)
+    nodes: int = Field(ge=1, le=100_000)
     """Number of nodes of the whole grid, from sigma 1 down; 0 is not among them."""
     shift: float = Field(gt=0)
     """Shift of the grid; 1 is none."""

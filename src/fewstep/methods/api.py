@@ -51,7 +51,7 @@ class Method(Protocol):
     """The number of equal parts into which a phase cuts the global batch; it must divide the batch."""
 
     def phases(self, iteration: int) -> Iterator[Phase]:
-        """The schedule of one iteration, written once."""
+        """The schedule of one iteration, written once; it changes during a warm-up and not after."""
         ...
 
 

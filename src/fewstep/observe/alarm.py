@@ -22,6 +22,29 @@ ADVICE = (
 )
 
 
+class SkipAlarm:
+    """Watches the counters of skipped updates; ``earlier``: the rows of a run that is resumed."""
+
+    def __init__(self, earlier: Iterable[Row] = ()):
+        self._skipped: dict[str, float] = {}
+        for row in earlier:
+            self.check(row)
+
+    def check(self, row: Row) -> list[str]:
+        """One message for each role that has skipped updates since its last row."""
+        messages = []
+        for name, skipped in row.values.items():
+            role = name.removesuffix("/skipped")
+            if role != name and skipped > self._skipped.get(name, 0):
+                more = skipped - self._skipped.get(name, 0)
+                messages.append(
+                    f"The {role} skipped {more:g} updates up to iteration {row.iteration}: loss or gradient was not "
+                    "finite. Where this goes on, lower the learning rate and look at the data."
+                )
+                self._skipped[name] = skipped
+        return messages
+
+
 class LatentAlarm:
     """Watches ``latents/mean.<place>`` and ``latents/std.<place>``; ``earlier``: the rows of a run that is resumed."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from fewstep.observe.alarm import LatentAlarm
+from fewstep.observe.alarm import LatentAlarm, SkipAlarm
 from fewstep.observe.metrics import MetricBuffer, Row, TrainingClock
 from fewstep.observe.progress import ProgressLine
 from fewstep.observe.report import write_report
@@ -44,7 +44,9 @@ class Observer:
         self.clock = TrainingClock(time_s)
         self._iteration, self._report_after = iteration, 0.0
         self._buffer = MetricBuffer(self.clock)
-        self._alarm = LatentAlarm(row for row in earlier if row.iteration <= iteration)
+        known = [row for row in earlier if row.iteration <= iteration]
+        self._alarms = (LatentAlarm(known), SkipAlarm(known))
+        self._validated = {row.iteration for row in known if row.kind == "validation"}
         self.progress = ProgressLine(name, iterations, iteration, console=console)
         self._sinks: list[Sink] = []
         for sink in open_sinks(section, run_folder, name=name, recipe=recipe, iteration=iteration, warn=self.warning):
@@ -68,8 +70,12 @@ class Observer:
             return
         self._write(row)
         self.progress.update(row.iteration, row.values)
-        for message in self._alarm.check(row):
+        for message in (*self._alarms[0].check(row), *self._alarms[1].check(row)):
             self.warning(message)
+
+    def lacks_validation(self, iteration: int) -> bool:
+        """Whether a resumed run stands at an iteration whose validation was cut off."""
+        return iteration not in self._validated
 
     def validation(self, iteration: int, values: Mapping[str, float | int]) -> None:
         """The results of one validation, and a new report unless that would take more than 5 % of the time."""

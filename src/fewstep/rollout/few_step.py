@@ -29,7 +29,7 @@ from fewstep.shapes import Keys, Latents, Sigma
 class SamplingSection(Section):
     """How the trained network is sampled; travels with its weights. Give ``steps`` (with ``shift``) or ``sigmas``."""
 
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=1000)
     """Number of network steps; the noise levels are the ladder of that many steps at ``shift``."""
     shift: float = Field(default=1.0, gt=0)
     """Shift of the ladder, applied once."""
