@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import signal
+import sys
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
@@ -37,11 +38,12 @@ FREE_AT_RESUME = ("name", "iterations", "checkpoint", "validation", "observe", "
 COMPILERS = {"blocks": compile_blocks, "graphs": compile_whole}
 
 
-def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
+def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") -> bool:
     """Runs the plan in ``run`` from its newest complete checkpoint (``resume``), or from the start.
 
     Returns True if the last iteration was reached, False if Ctrl-C or SIGTERM ended the run before; either way the last
-    finished iteration is in a checkpoint. ``iterations`` is the total, however often a run was resumed.
+    finished iteration is in a checkpoint. ``iterations`` is the total, however often a run was resumed. ``go_on``: what
+    the user is told to do after an interruption.
     """
     recipe = plan.recipe
     with run.lock(), StopRequest() as stop:
@@ -75,7 +77,10 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False) -> bool:
             if saved != iteration:
                 save(engine, plan, run, observer, iteration)
             refuse_barren(engine)
-            farewell = _farewell(run, iteration >= recipe.iterations)
+            go_on = go_on or f"fewstep train --resume {run.path}"
+            farewell = f"Checkpoint saved. Go on with: {go_on}"
+            if iteration >= recipe.iterations:
+                farewell = f"Look at it: {run.report}, or: fewstep sample {run.path}"
         finally:
             observer.close(farewell)
     return iteration >= recipe.iterations
@@ -238,12 +243,6 @@ def environment(plan: Plan) -> dict[str, Any]:
     return {**versions(), "device": device, "precision": precision, "threads": torch.get_num_threads()}
 
 
-def _farewell(run: RunFolder, finished: bool) -> str:
-    if finished:
-        return f"Everything is in {run.path}. Look at it: fewstep sample {run.path}"
-    return f"Checkpoint saved. Go on with: fewstep train --resume {run.path}"
-
-
 class StopRequest:
     """Turns the first Ctrl-C or SIGTERM into a request that is honoured between two iterations; a second one stops at
     once. Outside the main thread nothing is changed."""
@@ -270,3 +269,4 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        print("\nStopping after this iteration; once more stops at once, without a checkpoint.", file=sys.stderr)

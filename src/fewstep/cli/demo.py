@@ -48,8 +48,7 @@ def train(name: str, place: Path, overrides: list[str]) -> None:
     recipe = load_recipe(find_recipe(name), overrides)
     begun = RunFolder(place).holds_a_run()
     folder = RunFolder(place) if begun else RunFolder.create(place)
-    if not run_plan(prepare(recipe), folder, resume=begun):
-        say(f"Go on with: fewstep demo --out {place.parent}")
+    if not run_plan(prepare(recipe), folder, resume=begun, go_on="the same command again"):
         raise typer.Exit(STOPPED)
 
 

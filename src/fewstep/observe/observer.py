@@ -16,6 +16,7 @@ from fewstep.observe.metrics import MetricBuffer, Row, TrainingClock
 from fewstep.observe.progress import ProgressLine
 from fewstep.observe.report import write_report
 from fewstep.observe.sinks import ObserveSection, Sink, open_sinks, read_rows
+from fewstep.observe.wording import number
 
 
 class Observer:
@@ -53,6 +54,8 @@ class Observer:
             self._sinks.append(sink)
         if earlier:
             self._write(Row("resume", iteration, time_s, message=f"Resumed after iteration {iteration}."))
+            left = "" if iteration < iterations else "; nothing is left to do, more iterations=... make it longer"
+            self.progress.note(f"{name}: going on from iteration {iteration} of {iterations}{left}")
 
     def train(self, iteration: int, values: Mapping[str, Tensor | float | int], num_samples: int = 0) -> None:
         """The metrics of one iteration. Waits for the device only at multiples of ``observe.every``."""
@@ -79,6 +82,9 @@ class Observer:
 
     def validation(self, iteration: int, values: Mapping[str, float | int]) -> None:
         """The results of one validation, and a new report unless that would take more than 5 % of the time."""
+        distances = [f"{name.rpartition('.')[2]} {number(v)}" for name, v in values.items() if "/frechet." in name]
+        if distances:
+            self.progress.note(f"validation at {iteration}: Frechet distance at {', '.join(distances)}")
         self._write(
             Row("validation", iteration, self.clock.elapsed_s, {name: float(value) for name, value in values.items()})
         )
