@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -165,46 +166,53 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
 
 def misfits(plan: Plan) -> list[str]:
     """What does not fit between the data, the codec and the networks."""
-    errors, (_, channels, height, width) = [], plan.shape
-    if plan.codec.channels != channels:
-        errors.append(f"codec: it has mean and std of {plan.codec.channels} channels, the data have {channels}")
-    networks = plan.networks("meta")
+    errors, networks = [], plan.networks("meta")
+    if plan.codec.channels != plan.shape[1]:
+        errors.append(f"codec: it has mean and std of {plan.codec.channels} channels, the data have {plan.shape[1]}")
     for name, role in plan.roles.items():
-        if role.model is None:
-            continue
-        geometry: Geometry = networks[name].geometry  # type: ignore[assignment]
-        if geometry.channels != channels:
-            errors.append(f"{name}: its network has {geometry.channels} latent channels, the data {channels}")
-        try:
-            geometry.tokens_per_frame(height, width)
-        except ValueError as error:
-            errors.append(f"{name}: {error}; write another data.size, or {name}.model.patch")
-        classes = getattr(role.model.conditioner, "classes", None)
-        if classes != len(plan.dataset.classes):
-            errors.append(
-                f"{name}: its network is conditioned on {classes or 'no'} classes ({role.model.conditioner.name}), the "
-                f"data set has {len(plan.dataset.classes)}; take another network or other data"
-            )
+        if role.model is not None:
+            errors += [f"{name}: {text}" for text in misfits_of_network(plan, role.model, networks[name])]
         teacher = plan.roles.get("teacher")
-        if teacher and name != "teacher" and role.source is teacher.source:
-            continue  # what is wrong with it is told once
-        made = role.source.latent_shape if role.source else None
-        if made is not None and made != plan.shape:
-            errors.append(
-                f"{name}: it was trained on samples of shape {list(made)}, the data have {list(plan.shape)}; "
-                "take another network, or its own data (data.size)"
-            )
-        codec = role.source.codec if role.source else None
-        if role.source and codec and IdentityCodec(IdentitySection.model_validate(codec)).id != plan.codec.id:
-            errors.append(
-                f"codec: {name} ({role.source.path}) was trained on latents of {codec}, this recipe makes latents of "
-                f"{plan.recipe.codec.model_dump()}; write the codec of {name}"
-            )
+        shared = teacher is not None and name != "teacher" and role.source is teacher.source
+        if role.source is not None and not shared:  # what is wrong with the teacher is told once
+            errors += [f"{name}: {text}" for text in misfits_of_source(plan, role.source)]
     conditioners = {name: role.model.conditioner for name, role in plan.roles.items() if role.model is not None}
     for name, conditioner in conditioners.items():
         if conditioner != conditioners["student"]:
             errors.append(f"{name}: its conditioning is {conditioner!r}, the student's {conditioners['student']!r}")
     return errors
+
+
+def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> Iterator[str]:
+    """What of a network is not made for the data."""
+    _, channels, height, width = plan.shape
+    geometry: Geometry = network.geometry  # type: ignore[assignment]
+    if geometry.channels != channels:
+        yield f"its network has {geometry.channels} latent channels, the data {channels}"
+    try:
+        geometry.tokens_per_frame(height, width)
+    except ValueError as error:
+        yield f"{error}; write another data.size, or another model.patch"
+    classes = getattr(model.conditioner, "classes", None)
+    if classes != len(plan.dataset.classes):
+        yield (
+            f"its network is conditioned on {classes or 'no'} classes ({model.conditioner.name}), the data set has "
+            f"{len(plan.dataset.classes)}; take another network or other data"
+        )
+
+
+def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:
+    """What of a trained network was made for other data."""
+    if source.latent_shape not in (None, plan.shape):
+        yield (
+            f"it was trained on samples of shape {list(source.latent_shape)}, the data have {list(plan.shape)}; take "
+            "another network, or its own data (data.size)"
+        )
+    if source.codec and IdentityCodec(IdentitySection.model_validate(source.codec)).id != plan.codec.id:
+        yield (
+            f"codec: {source.path} was trained on latents of {source.codec}, this recipe makes latents of "
+            f"{plan.recipe.codec.model_dump()}; write the codec of that run"
+        )
 
 
 def odd_numbers(plan: Plan) -> list[str]:
