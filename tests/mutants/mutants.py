@@ -256,8 +256,8 @@ ENGINE = (
 
 TRAINING = (
     Mutant("rate-per-iteration", "prepare.py",
-           "totals[name] += 1",
-           "totals[name] = iteration + 1",
+           "totals[name] += same",
+           "totals[name] = iteration + same",
            ("test_train.py::test_schedules_count_the_updates_that_their_role_will_make",)),
     Mutant("asked-for-weights-ignored", "train.py",
            "role.source.weights(role.weights)",
@@ -299,8 +299,8 @@ CHECKPOINTS = (
            '"files": {}}',
            ("checkpoint/test_save.py::test_the_marker_lists_every_other_file",)),
     Mutant("newest-without-its-marker", "checkpoint/save.py",
-           "        flaw = _flaw(path)\n        if flaw is None:",
-           "        flaw = None\n        if flaw is None:",
+           "flaw = _flaw(path) or (_damage(path) if verified else None)",
+           "flaw = None",
            ("checkpoint/test_save.py::test_a_broken_checkpoint_is_skipped_with_a_warning_and_refused_by_name",)),
     Mutant("oldest-instead-of-newest", "checkpoint/save.py",
            "for _, path in reversed(_listing(checkpoints)):",
