@@ -23,6 +23,7 @@ from fewstep.cli import app
 from fewstep.cli.console import Commands
 from fewstep.cli.demo import compare
 from fewstep.cli.doctor import EXTRAS, memory
+from fewstep.cli.pictures import changes
 from fewstep.cli.reference import pages
 from fewstep.cli.shipped import find_recipe, recipes_folder, shipped_recipes
 from fewstep.errors import UserError
@@ -332,6 +333,20 @@ def test_sample_needs_no_option_and_says_where_it_wrote(student, tmp_path, monke
         assert grid.height > 3 * 48
 
 
+def test_every_setting_that_is_asked_for_has_a_picture_of_its_own(student, tmp_path):
+    for options in ([], ["--steps", 4], ["--raw"], ["--guidance", 1], ["--guidance", 1.5], ["--num", 5]):
+        call("sample", student, "--out", tmp_path, *options)
+    call("sample", student, "--out", tmp_path, "--label", "bag", "--raw", "--steps", 2, "--seed", 7)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "student-steps4-seed0.png",
+        "student-steps4-seed0-raw.png",
+        "student-steps4-seed0-guidance1.5.png",
+        "student-steps4-seed0-num5.png",
+        "student-steps2-seed7-label-bag-raw.png",
+    }
+    assert changes(["T-shirt/top"], raw=False, guidance=None, num=None) == ["label-T-shirt_top"]
+
+
 def test_run_checkpoint_and_export_give_the_same_samples(student, tmp_path):
     """PITFALLS, row 'sampling differs from training': what runs without flags is what was trained and exported."""
     call("export", student, tmp_path / "exported")
@@ -393,7 +408,7 @@ def test_an_option_without_effect_says_so_and_an_impossible_one_is_refused(run, 
 def test_labels_are_chosen_by_name_or_number_and_single_files_are_named(run, tmp_path):
     text = call("sample", run, "--label", "Hat", "--label", 0, "--num", 5, "--single-files", "--out", tmp_path / "s")
     assert "5 samples" in text
-    names = sorted(path.name for path in (tmp_path / "s" / "teacher-steps20-seed0").iterdir())
+    names = sorted(path.name for path in (tmp_path / "s" / "teacher-steps20-seed0-label-hat-bag-num5").iterdir())
     assert names == ["00000-hat.png", "00001-bag.png", "00002-hat.png", "00003-bag.png", "00004-hat.png"]
     assert "no such class; did you mean 'cap'? (or a number from 0 to 2)" in call(
         "sample", run, "--label", "cup", code=2

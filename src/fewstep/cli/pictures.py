@@ -40,12 +40,22 @@ def _class(name: str, classes: tuple[str, ...]) -> int:
     raise UserError(f"--label {name}: the model has no such class; {hint} (or a number from 0 to {len(classes) - 1})")
 
 
-def places(out: Path | None, name: str, num_steps: int, seed: int) -> tuple[Path, Path]:
-    """The file of the grid and the folder of single files."""
+def changes(classes: Sequence[str], *, raw: bool, guidance: float | None, num: int | None) -> list[str]:
+    """What the default name of a picture says of each setting that was asked for, so that no other picture is
+    overwritten; empty where none was. What is unfit for file names becomes ``_``."""
+    return [
+        *(["".join(c if c.isalnum() or c in "-_." else "_" for c in "-".join(["label", *classes]))] if classes else []),
+        *(["raw"] if raw else []),
+        *([f"guidance{guidance:.15g}"] if guidance is not None else []),
+        *([f"num{num}"] if num is not None else []),
+    ]
+
+
+def places(out: Path | None, stem: str) -> tuple[Path, Path]:
+    """The file of the grid and the folder of single files; both are called ``stem`` unless ``out`` is a file."""
     if out is not None and out.suffix.lower() == ".png":
         return out, out.with_suffix("")
     folder = out or Path("samples")
-    stem = f"{name}-steps{num_steps}-seed{seed}"
     return folder / f"{stem}.png", folder / stem
 
 

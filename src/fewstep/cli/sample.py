@@ -49,7 +49,7 @@ def sample(
     warns. One seed gives the same samples, whatever the batch, and the same noise for every model of the same shape.
     """
     from fewstep.cli.model import load_model
-    from fewstep.cli.pictures import choose_labels, places, write_pictures
+    from fewstep.cli.pictures import changes, choose_labels, places, write_pictures
     from fewstep.evaluate.sample import departures, generate
 
     loaded = load_model(model, raw=raw, device=device)
@@ -66,7 +66,14 @@ def sample(
     sampler = loaded.sampler(sampling)
     made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, batch=batch, device=loaded.device)
     pixels = loaded.codec.decode(made.x0)
-    grid, folder = places(out, loaded.name, len(sampler.sigmas), seed)
+    stem = f"{loaded.name}-steps{len(sampler.sigmas)}-seed{seed}"
+    changed = changes(
+        [loaded.classes[index] for index in dict.fromkeys(chosen.tolist())] if label else [],
+        raw=raw and loaded.source.holds != ("raw",),
+        guidance=sampling.guidance_scale if sampling.guidance_scale != loaded.sampling.guidance_scale else None,
+        num=num,
+    )
+    grid, folder = places(out, "-".join([stem, *changed]))
     paths = write_pictures(pixels, chosen, loaded.classes, grid, folder if single_files else None)
     solver = f"{len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}"
     speed = 1000 * sum(made.batch_s) / len(chosen)
