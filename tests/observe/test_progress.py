@@ -46,7 +46,7 @@ def test_a_line_tells_losses_speed_and_time_left():
         line.update(iteration, {"critic/loss": 0.3125, "student/grad_norm": 9.0, "samples_per_s": 812.4})
         hands.time_s += 3
     hands.time_s -= 3
-    assert file.getvalue().splitlines()[-1] == "nano [run] 5/20 | critic 0.3125 | 812 samples/s | 45 s left"
+    assert file.getvalue().splitlines()[-1] == "nano [run] 5/20 | 45 s left | 812 samples/s | critic loss 0.3125"
 
 
 def test_a_resumed_run_counts_on_and_its_time_left_is_its_own():
@@ -106,16 +106,34 @@ def test_on_a_terminal_one_live_line_is_redrawn_and_given_back_after_an_error():
     with pytest.raises(RuntimeError):
         fail()
     shown = file.getvalue()
-    assert "12/20 | critic 0.25" in shown
+    assert "12/20 | critic loss 0.25" in shown
     assert "Warning: drift" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1, "the cursor is hidden once and shown again"
     assert "stopped after 12 of 20" in shown.splitlines()[-1]
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_keeps_the_name_and_the_time_left(width):
+    file, hands = io.StringIO(), Hands()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None)
+    values = {"critic/loss": 1.327, "discriminator/loss": 0.6931, "student/dmd_rms": 0.2512, "samples_per_s": 1234.0}
+    with ProgressLine("nano-student", 1800, console=console, now=hands) as line:
+        for iteration in (100, 101):
+            line.update(iteration, values)
+            hands.time_s += 2
+        line.update(102, values)
+    drawn = [text for text in file.getvalue().replace("\r", "\n").splitlines() if "102/1800" in text][-1]
+    assert "nano-student " in drawn
+    assert "102/1800 | 56 min 36 s left | 1,234 samples/s" in drawn
+    assert "…" not in drawn
+    assert "student dmd_rms" not in drawn
+    assert ("critic loss 1.327" in drawn) == (width == 100)
+
+
 def test_headlines_prefer_the_gradient_to_a_loss_without_meaning():
     dmd = {"critic/loss": 0.5, "student/loss": -0.01, "student/dmd_rms": 0.25, "student/grad_norm": 3.0}
-    assert headlines(dmd) == ["critic 0.5", "student dmd_rms 0.25"]
-    assert headlines({"student/loss": 0.125}) == ["student 0.125"]
+    assert headlines(dmd) == ["critic loss 0.5", "student dmd_rms 0.25"]
+    assert headlines({"student/loss": 0.125}) == ["student loss 0.125"]
 
 
 @pytest.mark.parametrize(

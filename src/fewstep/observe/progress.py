@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from fewstep.observe.wording import duration, number
 
+SEPARATOR = " | "
+
 
 class ProgressLine:
-    """Iteration of how many, the latest values, samples per second, time left, and the phase where it is not training.
+    """Iteration of how many, time left (or the phase where it is not training), samples per second, the latest values.
+    A live bar leaves out, from the end, what its terminal is too narrow for.
 
     done: iterations that earlier processes finished. interval_s: seconds between plain lines. The console is standard
     output unless another is given. As a context manager it gives the terminal back even after an error.
@@ -43,8 +47,9 @@ class ProgressLine:
             "{task.fields[status]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
         )
         name = TextColumn("{task.description}", markup=False, style="bold")
-        bar = Progress(name, BarColumn(bar_width=20), status, console=self._console, refresh_per_second=4)
-        self._task = bar.add_task(self.name, total=self.iterations, completed=self.done, status=self._status())
+        drawn = BarColumn(bar_width=self._bar_width())
+        bar = Progress(name, drawn, status, console=self._console, refresh_per_second=4)
+        self._task = bar.add_task(self.name, total=self.iterations, completed=self.done, status=self._fitting())
         return bar
 
     def update(self, iteration: int, values: Mapping[str, float] | None = None) -> None:
@@ -88,18 +93,30 @@ class ProgressLine:
     def _show(self, force: bool) -> None:
         if self._bar is not None:
             self._bar.start()
-            self._bar.update(self._task, completed=self.done, status=self._status())
+            self._bar.update(self._task, completed=self.done, status=self._fitting())
         elif force or self._now() - self._printed_at >= self._interval_s:
             self._printed_at = self._now()
-            self._print(f"{self.name} {self._status()}")
+            self._print(f"{self.name} {SEPARATOR.join(self._status())}")
 
-    def _status(self) -> str:
-        parts = [f"{self.done}/{self.iterations}", *headlines(self._values)]
+    def _status(self) -> list[str]:
+        """The parts of the line, the most needed first."""
+        parts = [f"{self.done}/{self.iterations}"]
         if self._phase:
             parts.append(self._phase)
         elif self.done < self.iterations and (left := self._time_left()):
             parts.append(f"{left} left")
-        return " | ".join(parts)
+        return [*parts, *headlines(self._values)]
+
+    def _fitting(self) -> str:
+        """As many parts as the terminal has room for, beside the name and the bar; the first two always."""
+        parts = self._status()
+        room = self._console.width - cell_len(self.name) - self._bar_width() - 2
+        while len(parts) > 2 and cell_len(SEPARATOR.join(parts)) > room:
+            parts.pop()
+        return SEPARATOR.join(parts)
+
+    def _bar_width(self) -> int:
+        return min(20, self._console.width // 10)
 
     def _time_left(self) -> str:
         """By the mean time of an iteration since the first one of this process ended, so that start-up is not in it."""
@@ -113,11 +130,11 @@ class ProgressLine:
 
 
 def headlines(values: Mapping[str, float]) -> list[str]:
-    """What of a row fits into one line: the loss of each role and the samples per second. A student that has a ``_rms``
+    """What of a row fits into one line: the samples per second and the loss of each role. A student that has a ``_rms``
     shows it instead of its loss, whose value then means nothing."""
     rms = [name for name in values if name.startswith("student/") and name.endswith("_rms")]
     losses = [name for name in values if name.endswith("/loss") and not (rms and name == "student/loss")]
-    shown = [f"{name.removesuffix('/loss').replace('/', ' ')} {number(values[name])}" for name in [*losses, *rms]]
+    shown = [f"{name.replace('/', ' ')} {number(values[name])}" for name in [*losses, *rms]]
     if "samples_per_s" in values:
-        shown.append(f"{number(round(values['samples_per_s']))} samples/s")
+        shown.insert(0, f"{number(round(values['samples_per_s']))} samples/s")
     return shown
