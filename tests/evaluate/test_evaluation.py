@@ -163,3 +163,12 @@ def test_the_table_has_a_row_for_each_with_the_spread_of_several_seeds(judge: Ju
     assert f"{entries[2].frechet:.3g} ± {entries[2].spread.frechet:.1g}" in rows[2]
     assert judge.extractor.id in text
     assert "80 to 90 samples" in text
+
+
+def test_the_table_fits_into_80_columns(judge: Judge):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(evaluation_table([evaluate_real(judge, TRAIN, 90), run(judge)]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    for heading in ("Model", "Steps", "Calls", "Frechet", "Acc.", "Prec.", "Recall", "Cover.", "ms"):
+        assert heading in text

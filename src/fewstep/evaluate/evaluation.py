@@ -163,7 +163,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
         box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=_caption(evaluations), caption_justify="left"
     )
     table.add_column("Model", no_wrap=True)
-    for heading in ("Steps", "Calls", *(name.capitalize() for name in METRICS), "ms"):
+    for heading in ("Steps", "Calls", *(_HEADINGS[name] for name in METRICS), "ms"):
         table.add_column(heading, justify="right")
     for entry in evaluations:
         quality = [_with_spread(entry, metric) for metric in METRICS]
@@ -180,6 +180,8 @@ def device_name(device: torch.device | str) -> str:
 
 
 _LIST = TypeAdapter(list[Evaluation])
+_HEADINGS = {"frechet": "Frechet", "accuracy": "Acc.", "precision": "Prec.", "recall": "Recall", "coverage": "Cover."}
+"""Of the metrics, short enough for a terminal of 80 columns."""
 
 
 def _judged_by(judge: Judge) -> dict[str, Any]:
