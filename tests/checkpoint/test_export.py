@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from fewstep.checkpoint.export import export
@@ -30,6 +31,7 @@ from tests.models.tiny import TEXT, tiny_section
 IN_A_FRESH_PROCESS = """
 import json, sys
 import torch
+import yaml
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
@@ -265,16 +267,39 @@ def test_a_plain_diffusers_folder_cannot_be_exported(tmp_path: Path):
 
 
 def test_the_model_card_tells_recipe_classes_and_measured_quality(tmp_path: Path):
-    run = write_run(tmp_path / "run", 3)
+    recipe = {
+        "name": "tiny",
+        "lr": 0.001,
+        "teacher": {"init": str(tmp_path / "teacher")},
+        "student": {"init": "teacher", "betas": [0.0, 0.99]},
+        "data": {"name": "fashion_mnist", "path": str(tmp_path), "cache": "~/.cache/here", "batch": 5},
+    }
+    run = write_run(tmp_path / "run", 3, meta=tiny_meta(recipe=recipe))
     rows = [
-        {"name": "teacher", "num_steps": 20, "frechet": 11.25},
+        {"name": "real data", "num_steps": 0, "network_calls": 0.0, "frechet": 0.5, "per_seed": [{"frechet": 0.5}]},
+        {"name": "teacher", "num_steps": 20, "network_calls": 20.0, "frechet": 11.25, "reference": "abc"},
         {"name": "student", "num_steps": 4, "accuracy": 0.75},
     ]
     run.evaluation.write_text(json.dumps(rows))
     for source in (open_source(run.path), open_source(run.checkpoints / "iteration-000003")):
         card = (export(source, tmp_path / f"out-{source.kind}") / "README.md").read_text()
-        for said in ("fewstep sample . --label 0 --seed 0", "| student | 4 |  | 0.75 |", '"lr": 0.001', "shoe, bag"):
+        for said in ("fewstep sample . --label 0 --seed 0", "shoe, bag"):
             assert said in card
+        table = [line for line in card.split("## Measured quality")[1].split("## Recipe")[0].splitlines() if line]
+        assert table == [
+            "| Model | Steps | Network calls | Frechet distance | Accuracy |",
+            "| --- | --- | --- | --- | --- |",
+            "| real data |  |  | 0.5 |  |",
+            "| teacher | 20 | 20 | 11.25 |  |",
+            "| student | 4 |  |  | 0.75 |",
+        ]
+        assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]) == {
+            "name": "tiny",
+            "lr": 0.001,
+            "teacher": {},
+            "student": {"init": "teacher", "betas": [0.0, 0.99]},
+            "data": {"name": "fashion_mnist", "batch": 5},
+        }
         assert "1, 0.9375, 0.833333, 0.625" in card
         assert str(tmp_path) not in card
 

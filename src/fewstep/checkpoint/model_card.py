@@ -6,8 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fewstep.checkpoint.meta import Exported
 from fewstep.checkpoint.source import Source
+
+_MEASURED = {
+    "name": "Model",
+    "num_steps": "Steps",
+    "network_calls": "Network calls",
+    "frechet": "Frechet distance",
+    "accuracy": "Accuracy",
+    "ms_per_image": "ms per image",
+    "num_samples": "Samples",
+}
+_PLACES = ("path", "test_path", "cache")
+"""Keys of a recipe that name places of the machine it ran on."""
 
 
 def model_card(name: str, source: Source, exported: Exported, by_itself: bool) -> str:
@@ -129,8 +143,11 @@ def _quality(source: Source) -> str:
     if file is None:
         return ""
     rows: list[dict[str, Any]] = json.loads(file.read_text())
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ["---"] * len(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    rows = [row | {"num_steps": row.get("num_steps") or None} for row in rows]
+    rows = [row if row["num_steps"] else row | {"network_calls": None} for row in rows]  # real data have neither
+    columns = [column for column in _MEASURED if any(row.get(column) is not None for row in rows)]
+    heads = [_MEASURED[column] for column in columns]
+    lines = [heads, ["---"] * len(heads), *([_cell(row.get(column)) for column in columns] for row in rows)]
     return "## Measured quality\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -146,5 +163,19 @@ def _evaluation(source: Source) -> Path | None:
 
 
 def _recipe(source: Source) -> str:
-    recipe: dict[str, Any] | None = source.recipe
-    return f"## Recipe\n\n```json\n{json.dumps(recipe, indent=1)}\n```" if recipe is not None else ""
+    if source.recipe is None:
+        return ""
+    text = yaml.safe_dump(_without_places(source.recipe), sort_keys=False, allow_unicode=True)
+    return f"## Recipe\n\nThe resolved recipe, without the places of files.\n\n```yaml\n{text}```"
+
+
+def _without_places(value: Any) -> Any:
+    """The recipe without what names a file or a folder: data, caches, and models that a role starts from."""
+    if isinstance(value, (list, tuple)):
+        return [_without_places(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_places(item) for key, item in value.items() if key not in _PLACES}
+    if kept.get("init") not in ("random", "teacher"):
+        kept.pop("init", None)
+    return kept
