@@ -23,6 +23,7 @@ method: {name: dmd2}
 teacher: {init: runs/tiny-teacher}
 data: {name: fashion_mnist, batch: 5}
 sampling: {steps: 4}
+validation: {samples: 200}
 """
 VOID = {"meta", "img", "br", "link", "input", "hr", "line", "circle"}
 
@@ -177,7 +178,7 @@ def test_the_figures_at_the_top_are_those_of_the_run(tmp_path):
         "Best Frechet distance": "2.375",
         "Warnings": "1",
     }
-    assert "4 steps, iteration 8; last 2.5" in source
+    assert "4 steps, iteration 8; last 2.5. Validation on 200 samples shows a tendency only" in source
 
 
 def test_quality_is_drawn_over_the_seconds_of_training(tmp_path):
@@ -324,6 +325,20 @@ def test_the_best_of_each_column_is_marked_unless_all_are_equal(tmp_path):
     assert re.findall(r'class="best[^>]*>([^<]*)<', source) == ["0.5", "10"]
     assert re.findall(r"--share: ([^%]*)%", source) == ["100.0", "25.0"]
     assert source.count('<tr class="student">') == 1
+
+
+def test_real_data_have_no_steps_and_are_never_the_best(tmp_path):
+    rows = [
+        {"name": "real data", "num_steps": 0, "network_calls": 0.0, "frechet": 0.5, "accuracy": 0.9},
+        {"name": "teacher", "num_steps": 20, "network_calls": 20.0, "frechet": 40.0, "accuracy": 0.5},
+        {"name": "student", "num_steps": 4, "network_calls": 4.0, "frechet": 0.5, "accuracy": 0.25},
+    ]
+    (tmp_path / "evaluation.json").write_text(json.dumps(rows))
+    source = write_report(tmp_path).read_text()
+    assert "<th>real data</th><td></td><td></td><td" in source
+    assert re.findall(r'class="best[^>]*>([^<]*)<', source) == ["0.5", "0.5"]
+    assert '<td class="best">0.5</td>' in source.split("<th>teacher</th>")[1].split("</tr>")[0]
+    assert "best" not in source.split("<th>real data</th>")[1].split("</tr>")[0]
 
 
 def test_the_report_is_replaced_in_one_step(tmp_path):

@@ -85,7 +85,10 @@ def _quality_tile(contents: Contents) -> Iterable[tuple[str, str, str]]:
         steps = name.rpartition(".steps")[2]
         at = f"{steps} steps, " if steps.isdigit() else ""
         last = next(last for last, _, other in reversed(found) if other == name)
-        yield "Best Frechet distance", number(value), f"{at}iteration {iteration:,}; last {number(last)}"
+        samples = contents.setting("validation", "samples")
+        few = f"{samples:,} samples" if isinstance(samples, int) else "few samples"
+        more = f"{at}iteration {iteration:,}; last {number(last)}. Validation on {few} shows a tendency only"
+        yield "Best Frechet distance", number(value), more
 
 
 def warnings_section(contents: Contents) -> str:
@@ -105,7 +108,7 @@ def comparison_section(contents: Contents) -> str:
     table = evaluation_table(contents.evaluation)
     picture = ""
     if contents.comparison is not None:
-        caption = "Teacher beside student at 1, 2 and 4 steps, from the same noise."
+        caption = "Teacher and student from the same noise; each row says its model and its number of steps."
         picture = f'<div class="comparison">{_picture(contents.comparison, caption)}</div>'
     return table + picture
 

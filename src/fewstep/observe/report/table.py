@@ -26,20 +26,31 @@ _BEST = {"frechet": min, "accuracy": max, "precision": max, "recall": max, "cove
 
 def evaluation_table(entries: Sequence[dict[str, Any]]) -> str:
     """One row an entry, in the order given. The best value of each column of quality is marked, and rows whose name
-    begins with ``student`` are tinted. Columns that no entry fills are left out; what else an entry knows stays in
-    ``evaluation.json``."""
+    begins with ``student`` are tinted. Real data, the entry of 0 steps, have neither steps nor calls and are never the
+    best. Columns that no entry fills are left out; what else an entry knows stays in ``evaluation.json``."""
     columns = [key for key in _HEADINGS if any(entry.get(key) is not None for entry in entries)]
     if not columns:
         return ""
-    best = {key: _best(entries, key) for key in columns}
+    best = {key: _best([entry for entry in entries if not _is_real(entry)], key) for key in columns}
     longest = max((value for entry in entries if (value := _finite(entry.get("frechet"))) is not None), default=0.0)
     heads = "".join(f"<th>{escape(_HEADINGS[key])}</th>" for key in columns)
     lines = []
     for entry in entries:
-        cells = "".join(_cell(key, entry.get(key), best[key], longest) for key in columns)
+        cells = "".join(_cell(key, *_shown(entry, key, best[key]), longest) for key in columns)
         kind = ' class="student"' if str(entry.get("name")).startswith("student") else ""
         lines.append(f"<tr{kind}>{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _is_real(entry: dict[str, Any]) -> bool:
+    return entry.get("num_steps") == 0
+
+
+def _shown(entry: dict[str, Any], key: str, best: float | None) -> tuple[Any, float | None]:
+    """What a cell holds, and the value that is marked in it."""
+    if not _is_real(entry):
+        return entry.get(key), best
+    return (None if key in ("num_steps", "network_calls") else entry.get(key)), None
 
 
 def _finite(value: Any) -> float | None:
