@@ -22,7 +22,7 @@ from fewstep.checkpoint.source import open_source
 from fewstep.cli import app
 from fewstep.cli.console import Commands
 from fewstep.cli.demo import compare
-from fewstep.cli.doctor import EXTRAS, memory
+from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, memory, packages, recipes
 from fewstep.cli.pictures import changes
 from fewstep.cli.reference import pages
 from fewstep.cli.shipped import find_recipe, recipes_folder, shipped_recipes
@@ -116,12 +116,16 @@ def test_debug_brings_the_traceback_back_wherever_it_stands(arguments):
     assert isinstance(CliRunner().invoke(app, arguments).exception, UserError)
 
 
+def _interrupt():
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("cause", "code", "message"),
     [
         (lambda: TypeAdapter(int).validate_python("x"), 2, "error: Input should be a valid integer"),
         (lambda: Path("/absent/file").read_text(), 2, "error: /absent/file: No such file or directory\n"),
-        (lambda: signal.raise_signal(signal.SIGINT), 130, "Stopped by Ctrl-C.\n"),
+        (_interrupt, 130, "Stopped by Ctrl-C.\n"),
         (lambda: 1 / 0, 1, ""),
     ],
 )
@@ -181,7 +185,7 @@ def test_config_check_judges_every_recipe_and_fails_if_one_does(tmp_path):
     broken = tmp_path / "broken.yaml"
     broken.write_text("name: x\n")
     text = call("config", "check", broken, "wan_nano/sft", code=2)
-    assert "sft.yaml: fine (sft, 900 iterations)" in text
+    assert "sft.yaml: fine (sft, 1800 iterations)" in text
     assert f"{broken}:1: iterations: is missing; write iterations: <whole number>" in text
     assert "fine (sft, 5 iterations)" in call("config", "check", "wan_nano/sft", "iterations=5")
 
@@ -204,6 +208,27 @@ def test_doctor_says_what_is_there_and_how_to_get_the_rest(tmp_path, monkeypatch
         assert f"extra {extra}" in text
     assert "its teacher runs/nano-teacher is not trained yet fewstep train wan_nano/sft" in text
     assert "Ready." in text
+
+
+def test_doctor_counts_no_extra_that_nothing_uses_and_installs_from_the_checkout(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = {finding.topic: finding for finding in packages()}
+    for extra in NOT_NEEDED_YET:
+        assert found[f"extra {extra}"].state == "later"
+        assert "not needed yet" in found[f"extra {extra}"].detail
+    assert found["extra hf"].state == "missing"
+    assert found["extra hf"].remedy == "pip install -c constraints.txt -e '.[hf]'"
+
+
+def test_doctor_says_that_a_compiled_recipe_needs_a_gpu(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = {finding.topic: finding for finding in recipes()}
+    assert (found["wan_small/sft"].state, found["wan_small/sft"].detail) == ("missing", "needs a GPU")
+    assert "fewstep train wan_small/sft engine.compile=null" in found["wan_small/sft"].remedy
+    assert "GPU" not in found["wan_nano/sft"].detail
 
 
 def test_doctor_knows_exactly_the_extras_that_can_be_installed():

@@ -14,6 +14,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
+import fewstep
 from fewstep.cli.console import out, say, table
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.errors import UserError, UserErrors
@@ -25,13 +26,16 @@ EXTRAS = {
     "video": (("av",), "reading and writing videos"),
 }
 """Optional extras: their packages, and what they are for."""
-STYLES = {"ok": "green", "missing": "yellow", "fault": "bold red"}
+NOT_NEEDED_YET = ("ray", "video")
+"""Extras that nothing in this version uses."""
+STYLES = {"ok": "green", "later": "dim", "missing": "yellow", "fault": "bold red"}
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. state: ``ok``, ``missing`` (something cannot be done), ``fault`` (nothing can)."""
+    """One thing that was looked at. state: ``ok``, ``later`` (nothing uses it yet), ``missing`` (something cannot be
+    done), ``fault`` (nothing can)."""
 
     topic: str
     state: str
@@ -111,11 +115,19 @@ def packages() -> Iterator[Finding]:
     """The optional extras."""
     for extra, (names, purpose) in EXTRAS.items():
         absent = [name for name in names if importlib.util.find_spec(name) is None]
-        if absent:
-            remedy = f"pip install 'fewstep[{extra}]'"
+        if absent and extra in NOT_NEEDED_YET:
+            yield Finding(f"extra {extra}", "later", f"not needed yet ({purpose})")
+        elif absent:
+            remedy = install_command(extra)
             yield Finding(f"extra {extra}", "missing", f"{', '.join(absent)} not installed ({purpose})", remedy)
         else:
             yield Finding(f"extra {extra}", "ok", purpose)
+
+
+def install_command(extra: str) -> str:
+    """How an extra is installed: in a checkout with its pinned versions, from its root."""
+    in_checkout = (Path(fewstep.__file__).parents[2] / "constraints.txt").is_file()
+    return f"pip install -c constraints.txt -e '.[{extra}]'" if in_checkout else f"pip install 'fewstep[{extra}]'"
 
 
 def data() -> Iterator[Finding]:
@@ -132,12 +144,18 @@ def data() -> Iterator[Finding]:
 
 def recipes() -> Iterator[Finding]:
     """Whether each shipped recipe could start here and now."""
+    import torch
+
     from fewstep.config import load_recipe
     from fewstep.prepare import prepare
 
     loaded = {name: load_recipe(path) for name, path in shipped_recipes().items()}
     trains = {recipe.name: name for name, recipe in loaded.items()}
     for name, recipe in loaded.items():
+        if recipe.engine.compile is not None and not torch.cuda.is_available():
+            remedy = f"on a CPU, with patience: fewstep train {name} engine.compile=null"
+            yield Finding(name, "missing", "needs a GPU", remedy)
+            continue
         needed = Path(recipe.teacher.init) if recipe.teacher is not None else None
         if needed is not None and not needed.exists() and needed.name in trains:
             remedy = f"fewstep train {trains[needed.name]}"
