@@ -237,8 +237,8 @@ def test_doctor_knows_exactly_the_extras_that_can_be_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = {name: needs for name, needs in project["optional-dependencies"].items() if name != "dev"}
     assert set(EXTRAS) == set(optional)
-    for extra, (packages, _) in EXTRAS.items():
-        assert set(packages) <= {need.split(">")[0] for need in optional[extra]}
+    for extra, (names, _) in EXTRAS.items():
+        assert set(names) <= {need.split(">")[0] for need in optional[extra]}
 
 
 def test_the_memory_that_is_free_is_part_of_all_there_is():
