@@ -413,7 +413,7 @@ def recipe_errors(path: Path, *overrides: str) -> list[str]:
         (DMD2, ["method.critic_batches=shared", "method.critic_updates=5"], "dmd2.yaml:26: data.batch = 32: method 'dmd2' cuts the batch into 5 equal parts; write a multiple of 5"),
         (DMD2, ["sampling.guidance_scale=4"], "override sampling.guidance_scale = 4: the student is trained unguided; write 1.0 (method.guidance_scale guides the teacher)"),
         (SFT, ["sampling.guidance_scale=4", "method.cond_dropout=0"], "override sampling.guidance_scale = 4: guidance compares with the null condition, which method.cond_dropout = 0 never trains; write 1.0, or method.cond_dropout: 0.1"),
-        (DMD2, ["method.critic_warmup_updates=200"], "dmd2.yaml:4: iterations = 100: no iteration trains the student, all are warm-up; write more iterations or a lower method.critic_warmup_updates"),
+        (DMD2, ["method.critic_warmup_updates=220"], "dmd2.yaml:4: iterations = 110: no iteration trains the student, all are warm-up; write more iterations or a lower method.critic_warmup_updates"),
         (SFT, ["iterations=0"], "override iterations = 0: is out of range; write a number at least 1"),
         (SFT, ["ema.decay=1"], "override ema.decay = 1: is out of range; write a number below 1"),
         (SFT, ["name=../up"], "override name = '../up': does not fit; write name: <text> (Name of the run, of letters, digits, `._-`"),
@@ -431,7 +431,7 @@ def test_sections_that_do_not_go_together_are_refused(path, overrides, message):
 
 def test_sections_that_go_together_are_not_refused():
     assert load_recipe(DMD2, ["method.critic_batches=shared", "data.batch=66"]).data.batch == 66
-    assert load_recipe(DMD2, ["method.critic_warmup_updates=195"]).method.critic_warmup_updates == 195
+    assert load_recipe(DMD2, ["method.critic_warmup_updates=215"]).method.critic_warmup_updates == 215
     assert load_recipe(SFT, ["sampling.guidance_scale=4"]).sampling.guidance_scale == 4.0
     assert load_recipe(DMD2, ["critic=null", "discriminator=null"]).critic is None
 
