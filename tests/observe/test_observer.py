@@ -120,8 +120,8 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path):
 def test_an_error_at_the_end_still_closes_the_file_and_the_line(tmp_path):
     watcher, file = observer(tmp_path, report=False)
     watcher.train(1, metrics(1))
-    watcher._buffer._values["critic/loss"].append("not a number")
-    with pytest.raises(ValueError, match="not a number"):
+    watcher._buffer._values["critic/loss"].append(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="equal size"):
         watcher.close()
     assert "stopped after 1 of 10" in file.getvalue()
 
