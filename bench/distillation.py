@@ -24,6 +24,9 @@ from statistics import mean
 
 from fewstep.observe.sinks import read_rows
 
+WHERE = ("data.path=", "engine.", "checkpoint.", "observe.")
+"""Overrides that say where and how fast a run goes, not what it makes: a student is not named by them."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -45,8 +48,12 @@ def main() -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         made = {teacher.seed: pool.submit(make, teacher, options) for teacher in teachers}
         waiting = [pool.submit(make, student, options, made[student.seed]) for student in students]
-        for one in (*made.values(), *waiting):
-            one.result()
+        try:
+            for one in (*made.values(), *waiting):
+                one.result()
+        except BaseException:  # Ctrl-C reaches the runs too, and each leaves a checkpoint
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     rows = summary(teachers, students, options.reference_steps)
     report = {"rows": rows, "took_s": time.perf_counter() - begun, "samples": options.samples, "seeds": options.seeds}
     report["environment"] = json.loads((teachers[0].folder / "environment.json").read_text())
@@ -77,7 +84,7 @@ def planned(options: argparse.Namespace) -> tuple[list[Trained], list[Trained]]:
         teacher = Trained("teacher", recipe, tuple(overrides), seed, folder / "teacher", tuple(options.teacher_steps))
         teachers.append(teacher)
         for number, (recipe, *overrides) in enumerate(options.student):
-            name = " ".join([recipe, *(text for text in overrides if "=null" in text or "weight" in text)])
+            name = " ".join([recipe, *(text for text in overrides if not text.startswith(WHERE))])
             given = (f"teacher.init={teacher.folder}", *overrides)
             students.append(Trained(name, recipe, given, seed, folder / f"student{number}"))
     return teachers, students
@@ -90,7 +97,7 @@ def make(run: Trained, options: argparse.Namespace, teacher: Future[None] | None
     if (run.folder / "evaluation.json").exists():
         return
     if not (run.folder / "trained").exists():
-        again = ["--resume"] if (run.folder / "recipe.yaml").exists() else []
+        again = ["--resume"] if any((run.folder / "checkpoints").glob("*")) else []
         fewstep("train", run.recipe, f"seed={run.seed}", *run.overrides, "--run", str(run.folder), *again)
         (run.folder / "trained").touch()
     steps = [text for count in run.steps for text in ("--steps", str(count))]

@@ -24,7 +24,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.methods import METHODS
 from fewstep.section import Section
 
-SFT, DMD2 = recipes_folder() / "wan_nano" / "sft.yaml", recipes_folder() / "wan_nano" / "dmd2.yaml"
+SFT, DMD2 = recipes_folder() / "wan_nano" / "sft.yaml", recipes_folder() / "wan_nano" / "dmd2_gan.yaml"
 
 
 class Cold(Section):
@@ -406,14 +406,14 @@ def recipe_errors(path: Path, *overrides: str) -> list[str]:
         (SFT, ["critic={}"], "override critic: method 'sft' has no critic; remove the section"),
         (SFT, ["discriminator={}"], "override discriminator: method 'sft' has no discriminator; remove the section"),
         (DMD2, ["teacher=null"], "override teacher = null: method 'dmd2' distils a teacher; write teacher: {init: <run or folder>}"),
-        (DMD2, ["method.gan=null"], "dmd2.yaml:23: discriminator: method 'dmd2' without method.gan has no discriminator; remove the section"),
+        (DMD2, ["method.gan=null"], "dmd2_gan.yaml:23: discriminator: method 'dmd2' without method.gan has no discriminator; remove the section"),
         (SFT, ["student.init=teacher"], "override student.init = 'teacher': method 'sft' has no teacher to start from; write random, or a run or folder"),
         (DMD2, ["critic.init=critic"], "override critic.init = 'critic': method 'dmd2' has no critic to start from; write teacher or student or random, or a run or folder"),
         (SFT, ["student.model=null"], "override student.model = null: is missing: student.init: random needs a network; write its family and size"),
-        (DMD2, ["method.critic_batches=shared", "method.critic_updates=5"], "dmd2.yaml:26: data.batch = 32: method 'dmd2' cuts the batch into 5 equal parts; write a multiple of 5"),
+        (DMD2, ["method.critic_batches=shared", "method.critic_updates=5"], "dmd2_gan.yaml:26: data.batch = 32: method 'dmd2' cuts the batch into 5 equal parts; write a multiple of 5"),
         (DMD2, ["sampling.guidance_scale=4"], "override sampling.guidance_scale = 4: the student is trained unguided; write 1.0 (method.guidance_scale guides the teacher)"),
         (SFT, ["sampling.guidance_scale=4", "method.cond_dropout=0"], "override sampling.guidance_scale = 4: guidance compares with the null condition, which method.cond_dropout = 0 never trains; write 1.0, or method.cond_dropout: 0.1"),
-        (DMD2, ["method.critic_warmup_updates=220"], "dmd2.yaml:4: iterations = 110: no iteration trains the student, all are warm-up; write more iterations or a lower method.critic_warmup_updates"),
+        (DMD2, ["method.critic_warmup_updates=220"], "dmd2_gan.yaml:4: iterations = 110: no iteration trains the student, all are warm-up; write more iterations or a lower method.critic_warmup_updates"),
         (SFT, ["iterations=0"], "override iterations = 0: is out of range; write a number at least 1"),
         (SFT, ["ema.decay=1"], "override ema.decay = 1: is out of range; write a number below 1"),
         (SFT, ["name=../up"], "override name = '../up': does not fit; write name: <text> (Name of the run, of letters, digits, `._-`"),

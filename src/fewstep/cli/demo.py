@@ -25,7 +25,7 @@ def demo(
     teacher, student = out / "teacher", out / "student"
     say("1/3  The teacher: flow matching on Fashion-MNIST (recipe wan_nano/sft).", style="bold")
     train("wan_nano/sft", teacher, [])
-    say("2/3  The student: DMD2 with its GAN term, 4 steps (recipe wan_nano/dmd2).", style="bold")
+    say("2/3  The student: DMD2, 4 steps (recipe wan_nano/dmd2).", style="bold")
     train("wan_nano/dmd2", student, [f"teacher.init={teacher}"])
     say(f"3/3  Both against data that no training saw: {NUM_SAMPLES:,} samples each, the same noise.", style="bold")
     picture = compare(teacher, student)
