@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fewstep.data.fashion_mnist import FashionMnist
 from fewstep.data.image_folder import ImageFolder
+from fewstep.data.moving_fashion_mnist import MovingFashionMnist
 from fewstep.data.sources import DataSection, open_dataset
 
 SECTION = TypeAdapter(DataSection)
@@ -19,6 +20,10 @@ def test_the_name_chooses_the_data_set(clothes: Path, tmp_path: Path):
     section = SECTION.validate_python({"name": "fashion_mnist", "size": 16, "batch": 64, "path": str(clothes)})
     assert isinstance(open_dataset(section), FashionMnist)
     assert len(open_dataset(section, "test")) == 3
+    settings = {"frames": 3, "batch": 2, "path": str(clothes)}
+    dataset = open_dataset(SECTION.validate_python({"name": "moving_fashion_mnist", **settings}), "test")
+    assert isinstance(dataset, MovingFashionMnist)
+    assert (len(dataset), dataset.shape) == (3, (3, 1, 16, 16))
     (tmp_path / "pets" / "cat").mkdir(parents=True)
     Image.new("L", (5, 5)).save(tmp_path / "pets" / "cat" / "a.png")
     settings = {"path": str(tmp_path / "pets"), "size": [8, 4], "channels": 3, "batch": 1, "cache": str(tmp_path / "c")}

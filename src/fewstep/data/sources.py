@@ -9,15 +9,22 @@ from pydantic import Field
 from fewstep.data.api import Dataset, Split
 from fewstep.data.fashion_mnist import FashionMnist, FashionMnistSection
 from fewstep.data.image_folder import ImageFolder, ImageFolderSection
+from fewstep.data.moving_fashion_mnist import MovingFashionMnist, MovingFashionMnistSection
 
-DataSection = Annotated[FashionMnistSection | ImageFolderSection, Field(discriminator="name")]
+DataSection = Annotated[
+    FashionMnistSection | ImageFolderSection | MovingFashionMnistSection, Field(discriminator="name")
+]
 
 
-def open_dataset(section: FashionMnistSection | ImageFolderSection, split: Split = "train") -> Dataset:
+def open_dataset(section: DataSection, split: Split = "train") -> Dataset:
     """The data set that ``section`` describes: what is trained on, or the ``test`` split that evaluation compares with.
 
     Raises UserError for everything that would stop the run later: nothing found, damaged files, wrong channels.
     """
-    if isinstance(section, FashionMnistSection):
-        return FashionMnist(section, split)
-    return ImageFolder(section, split)
+    match section:
+        case FashionMnistSection():
+            return FashionMnist(section, split)
+        case ImageFolderSection():
+            return ImageFolder(section, split)
+        case MovingFashionMnistSection():
+            return MovingFashionMnist(section, split)
