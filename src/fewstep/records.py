@@ -60,6 +60,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], record: R) -> R:
         return dataclasses.replace(record, **fields)
     if isinstance(record, dict):
         return {name: map_tensors(function, value) for name, value in record.items()}  # type: ignore[return-value]
+    if isinstance(record, tuple) and hasattr(record, "_fields"):
+        return type(record)(*(map_tensors(function, value) for value in record))
     if isinstance(record, (tuple, list)):
         return type(record)(map_tensors(function, value) for value in record)  # type: ignore[call-arg]
     return record

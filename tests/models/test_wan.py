@@ -140,7 +140,7 @@ def test_features_equal_the_outputs_of_the_blocks_of_a_full_forward():
     found = outputs_of(network, ("blocks.0", "blocks.1", "blocks.2"))
     x_t, sigma, cond = inputs(dtype=torch.float64)
     network.velocity(x_t, sigma, cond)
-    expected = {name: output.flatten(1, 2) for name, output in found.items()}
+    expected = {name: output[0].flatten(1, 2) for name, output in found.items()}
     first, last = network.features(x_t, sigma, cond, (0, 2))
     assert first.shape == (2, 3 * 12, 48)
     assert torch.equal(first, expected["blocks.0"])

@@ -10,7 +10,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fewstep.models.api import Geometry
+from fewstep.models.blocks import CausalSection
 from fewstep.models.families import ModelSection
+from fewstep.models.kv_cache import KVCache
 from fewstep.optim.optimizer import OptimizerSection
 from fewstep.optim.schedule import ScheduleSection
 from fewstep.section import Section
@@ -35,6 +37,8 @@ class StudentSection(Section):
     """Which weights of the run named in ``init``; the average (``ema``) when left out."""
     model: ModelSection | None = None
     """The network, where ``init`` is ``random``; else it is that of ``init``."""
+    causal: CausalSection | None = None
+    """What makes a network causal that is not so in ``init``, on the same weights; left out, it stays as it is."""
     optimizer: OptimizerSection
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
 
@@ -84,13 +88,36 @@ class Role:
     def width(self) -> int:
         return self.network.width  # type: ignore[return-value]
 
-    def velocity(self, x_t: Latents, sigma: Sigma, cond: Any) -> Latents:
+    @property
+    def causal(self) -> CausalSection | None:
+        """How the network cuts clips into blocks; None for one that sees the whole clip."""
+        return getattr(self.network, "causal", None)
+
+    def velocity(self, x_t: Latents, sigma: Sigma, cond: Any, **forced: Any) -> Latents:
         with self._computing():
-            return self.network.velocity(x_t, sigma, cond)  # type: ignore[operator]
+            return self.network.velocity(x_t, sigma, cond, **forced)  # type: ignore[operator]
 
     def features(self, x_t: Latents, sigma: Sigma, cond: Any, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
         with self._computing():
             return self.network.features(x_t, sigma, cond, layers)  # type: ignore[operator]
+
+    def tell(self, cond: Any) -> Any:
+        with self._computing():
+            return self.network.tell(cond)  # type: ignore[operator]
+
+    def prefill(self, x0: Latents, cond: Any, sigma: Sigma | None = None, history: KVCache | None = None) -> KVCache:
+        with self._computing():
+            return self.network.prefill(x0, cond, sigma, history)  # type: ignore[operator]
+
+    def velocity_given(
+        self, x_t: Latents, sigma: Sigma, cond: Any, history: KVCache | None, first_block: int, **how: Any
+    ) -> Latents:
+        with self._computing():
+            return self.network.velocity_given(x_t, sigma, cond, history, first_block, **how)  # type: ignore[operator]
+
+    def append(self, history: KVCache | None, x0: Latents, cond: Any, sigma: Sigma | None = None) -> KVCache:
+        with self._computing():
+            return self.network.append(history, x0, cond, sigma)  # type: ignore[operator]
 
     def __call__(self, features: tuple[Tokens, ...]) -> Tensor:
         """What a discriminator says of features."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from fewstep.models.blocks import CausalSection
+from fewstep.models.kv_cache import KVCache
 from fewstep.shapes import Latents, Sigma, Tokens
 
 
@@ -59,26 +61,19 @@ class FlowModel(Protocol):
 
 
 @runtime_checkable
-class History(Protocol):
-    """A KV cache of finished clean blocks: a value that is handed in and returned, never a state of a module."""
-
-    @property
-    def num_frames(self) -> int:
-        """Latent frames that were appended so far, evicted ones included."""
-        ...
-
-
-@runtime_checkable
 class CausalFlowModel(FlowModel, Protocol):
     """A video network whose blocks of frames see only the blocks before them.
 
     Training: ``velocity`` with ``clean=None`` is diffusion forcing (block i sees blocks <= i of the same sequence),
     with ``clean`` teacher forcing (noisy block i sees itself and the clean blocks < i). Sampling: ``prefill`` or
-    ``append`` build the history, ``velocity_given`` denoises against it. Positions are absolute; ``window - sink``
-    smaller than a block is refused.
+    ``append`` build the history, ``velocity_given`` denoises against it. A history is a value, None before the first
+    block. Block numbers and positions count from the beginning of the clip.
     """
 
-    block_frames: int
+    @property
+    def causal(self) -> CausalSection:
+        """How clips are cut into blocks, and how far back a block sees."""
+        ...
 
     def velocity(
         self, x_t: Latents, sigma: Sigma, cond: Any, *, clean: Latents | None = None, clean_sigma: Sigma | None = None
@@ -86,15 +81,28 @@ class CausalFlowModel(FlowModel, Protocol):
         """The velocity of every (noisy) frame; ``clean_sigma`` is the noise level of the history, 0 when left out."""
         ...
 
-    def prefill(self, x0: Latents, cond: Any, sigma: Sigma | None = None, history: History | None = None) -> History:
-        """The history of all blocks of ``x0`` at once; keeps every frame."""
+    def tell(self, cond: Any) -> Any:
+        """The conditioning worked out for every layer, to be used in place of ``cond`` as long as it stays the same."""
         ...
 
-    def velocity_given(self, x_t: Latents, sigma: Sigma, cond: Any, history: History, first_block: int) -> Latents:
+    def prefill(self, x0: Latents, cond: Any, sigma: Sigma | None = None, history: KVCache | None = None) -> KVCache:
+        """The history of all blocks of ``x0`` at once, after those of ``history``; keeps every frame."""
+        ...
+
+    def velocity_given(
+        self,
+        x_t: Latents,
+        sigma: Sigma,
+        cond: Any,
+        history: KVCache | None,
+        first_block: int,
+        *,
+        together: bool = False,
+    ) -> Latents:
         """The velocity of one block, or of many blocks in parallel, each against the blocks before it alone (which
-        needs a history from which nothing was evicted)."""
+        needs a history from which nothing was evicted). together: all frames are one block, however many they are."""
         ...
 
-    def append(self, history: History, x0: Latents, cond: Any, sigma: Sigma | None = None) -> History:
+    def append(self, history: KVCache | None, x0: Latents, cond: Any, sigma: Sigma | None = None) -> KVCache:
         """The history with one more finished block; evicts by window and sink."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fewstep.models.wan.causal import CausalWan
 from fewstep.models.wan.model import Wan
 from fewstep.models.wan.sizes import WanSection
 
@@ -15,10 +16,10 @@ ModelSection = WanSection
 
 
 def build(section: ModelSection, device: torch.device | str = "cpu") -> Wan:
-    """The network of the section in float32 on ``device`` ("meta" for one without storage).
+    """The network of the section (a causal one if it says so) in float32 on ``device`` ("meta" for one without storage).
 
     Its weights are undefined memory, no random stream is touched: ``initialise`` it or load a state dict.
     """
     with torch.device("meta"):
-        network = Wan(section)
+        network = CausalWan(section) if section.causal else Wan(section)
     return network.to_empty(device=device)

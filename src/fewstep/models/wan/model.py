@@ -8,7 +8,9 @@ or in autocast's. The timestep, 1000 sigma, is never rounded.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,9 +18,10 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fewstep.models.api import Geometry
-from fewstep.models.attention import attention
-from fewstep.models.precision import WideLayerNorm, WideLinear, WideRMSNorm, wide
-from fewstep.models.rope import Rotation, rotate, rotation
+from fewstep.models.kv_cache import CrossCache, KeyValue, KVCache
+from fewstep.models.precision import WideLayerNorm, WideLinear, wide
+from fewstep.models.rope import Rotation, rotation
+from fewstep.models.wan.block import Block, FeedForward, FrameTokens, Modulation, Sight
 from fewstep.models.wan.conditioner import ContextTokens, build_conditioner
 from fewstep.models.wan.sizes import Architecture, WanSection
 from fewstep.shapes import Latents, Sigma, Tokens
@@ -26,10 +29,17 @@ from fewstep.shapes import Latents, Sigma, Tokens
 NUM_TIMESTEPS = 1000
 """Published Wan weights read the noise level as a timestep, 1000 sigma."""
 
-FrameTokens = Float[Tensor, "b f s d"]
-"""s tokens of each of f frames."""
-Modulation = Float[Tensor, "b f k d"]
-"""k vectors that shift, scale or gate all tokens of a frame."""
+
+class Entered(NamedTuple):
+    """What the blocks work on."""
+
+    tokens: FrameTokens
+    context: tuple[ContextTokens, ...] | tuple[KeyValue, ...]
+    """For every block, tokens of the conditioning or their keys and values."""
+    time: Float[Tensor, "b f d"]
+    modulation: Modulation
+    grid: tuple[int, int, int]
+    """Frames, rows and columns of tokens."""
 
 
 class Wan(nn.Module):
@@ -68,26 +78,24 @@ class Wan(nn.Module):
         return self._architecture.dim
 
     def velocity(self, x_t: Latents, sigma: Sigma, cond: Any) -> Latents:
-        """The velocity at ``x_t``, float32 or wider. ``cond`` is the record of the section's conditioner."""
-        tokens, context, time, modulation, turn = self._embed(x_t, sigma, cond)
-        for block in self.blocks:
-            tokens = block(tokens, context, modulation, turn)
-        return _unpatch(self.head(tokens, time), x_t.shape, self._architecture.patch)
+        """The velocity at ``x_t``, float32 or wider. ``cond`` is the record of the section's conditioner, or what
+        ``tell`` made of it."""
+        entered = self._enter(x_t, sigma, cond)
+        return self._velocity(entered, self._everything(entered), x_t.shape)
 
     def features(self, x_t: Latents, sigma: Sigma, cond: Any, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
         """The tokens after each of the blocks ``layers``; nothing runs after the last.
 
         Raises ValueError unless ``layers`` are ascending block numbers from 0.
         """
-        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.num_layers:
-            raise ValueError(f"layers {layers} must be ascending block numbers between 0 and {self.num_layers - 1}")
-        tokens, context, _, modulation, turn = self._embed(x_t, sigma, cond)
-        found = []
-        for layer, block in enumerate(self.blocks[: layers[-1] + 1]):
-            tokens = block(tokens, context, modulation, turn)
-            if layer in layers:
-                found.append(tokens.flatten(1, 2))
-        return tuple(found)
+        entered = self._enter(x_t, sigma, cond)
+        return self._features(entered, self._everything(entered), layers)
+
+    def tell(self, cond: Any) -> CrossCache:
+        """The keys and values of the conditioning in every block, to be used in place of ``cond`` as long as it stays
+        the same."""
+        context = self.text_embedding(self.conditioner(cond))
+        return CrossCache(tuple(block.cross_attention.keys_values(context) for block in self.blocks))
 
     @torch.no_grad()
     def initialise(self, generator: Generator) -> None:
@@ -99,85 +107,51 @@ class Wan(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.copy_(_initial(name, parameter.shape, generator))
 
-    def _embed(
-        self, x_t: Latents, sigma: Sigma, cond: Any
-    ) -> tuple[FrameTokens, ContextTokens, Tensor, Modulation, Rotation]:
-        shape = self._architecture
+    def _enter(self, x_t: Latents, sigma: Sigma, cond: Any) -> Entered:
         tokens, grid = self.patch_embedding(x_t)
-        precision = torch.promote_types(self.patch_embedding.weight.dtype, torch.float32)
-        time = self.time_embedding(NUM_TIMESTEPS * sigma.to(precision))
+        time = self.time_embedding(NUM_TIMESTEPS * sigma.to(self._precision))
         modulation = self.time_projection(F.silu(time)).unflatten(-1, (6, -1))
-        turn = rotation(shape.head_dim, grid, 0, x_t.device, precision)
-        return tokens, self.text_embedding(self.conditioner(cond)), time, modulation, turn
+        told = isinstance(cond, CrossCache)
+        context = cond.layers if told else (self.text_embedding(self.conditioner(cond)),) * self.num_layers
+        return Entered(tokens, context, time, modulation, grid)
+
+    @property
+    def _precision(self) -> torch.dtype:
+        return torch.promote_types(self.patch_embedding.weight.dtype, torch.float32)
+
+    def _turn(self, grid: tuple[int, int, int], start: int, device: torch.device) -> Rotation:
+        return rotation(self._architecture.head_dim, grid, start, device, self._precision)
+
+    def _everything(self, entered: Entered) -> Sight:
+        """Every token sees every other."""
+        return Sight(self._turn(entered.grid, 0, entered.tokens.device))
+
+    def _through(
+        self, entered: Entered, sight: Sight, history: KVCache | None = None
+    ) -> Iterator[tuple[FrameTokens, KeyValue]]:
+        """What each block returns, one after the other."""
+        tokens = entered.tokens
+        for layer, block in enumerate(self.blocks):
+            past = history.layers[layer] if history is not None else None
+            tokens, made = block(tokens, entered.context[layer], entered.modulation, sight, past)
+            yield tokens, made
+
+    def _velocity(self, entered: Entered, sight: Sight, shape: torch.Size, history: KVCache | None = None) -> Latents:
+        """Of the last frames that entered, as many as ``shape`` has."""
+        tokens, time = entered.tokens, entered.time
+        for tokens, _ in self._through(entered, sight, history):
+            pass
+        tokens, time = tokens[:, -shape[1] :], time[:, -shape[1] :]
+        return _unpatch(self.head(tokens, time), shape, self._architecture.patch)
+
+    def _features(self, entered: Entered, sight: Sight, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
+        if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.num_layers:
+            raise ValueError(f"layers {layers} must be ascending block numbers between 0 and {self.num_layers - 1}")
+        through = enumerate(islice(self._through(entered, sight), layers[-1] + 1))
+        return tuple(tokens.flatten(1, 2) for layer, (tokens, _) in through if layer in layers)
 
 
-class Block(nn.Module):
-    """Self-attention, cross-attention to the conditioning, feed-forward; the noise level shifts, scales and gates."""
-
-    def __init__(self, shape: Architecture):
-        super().__init__()
-        self.modulation = nn.Parameter(torch.empty(1, 6, shape.dim))
-        self.self_norm = WideLayerNorm(shape.dim, shape.eps, elementwise_affine=False)
-        self.self_attention = _Attention(shape)
-        self.cross_norm = WideLayerNorm(shape.dim, shape.eps)
-        self.cross_attention = _Attention(shape)
-        self.ffn_norm = WideLayerNorm(shape.dim, shape.eps, elementwise_affine=False)
-        self.ffn = _FeedForward(shape.dim, shape.ffn_dim)
-
-    def forward(
-        self, tokens: FrameTokens, context: ContextTokens, modulation: Modulation, turn: Rotation
-    ) -> FrameTokens:
-        """modulation: six vectors a frame, from the noise level. turn: the positions of the tokens."""
-        dtype = tokens.dtype
-        changes = (wide(self.modulation) + modulation).unsqueeze(-2).unbind(2)
-        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = changes
-        normed = torch.addcmul(shift, self.self_norm(tokens), 1 + scale).to(dtype).flatten(1, 2)
-        update = self.self_attention(normed, normed, turn).view_as(tokens)
-        tokens = torch.addcmul(wide(tokens), wide(update), gate).to(dtype)
-        tokens = tokens + self._told(tokens, context)
-        normed = torch.addcmul(ffn_shift, self.ffn_norm(tokens), 1 + ffn_scale).to(dtype)
-        return torch.addcmul(wide(tokens), wide(self.ffn(normed)), ffn_gate).to(dtype)
-
-    def _told(self, tokens: FrameTokens, context: ContextTokens) -> Float[Tensor, "b #f #s d"]:
-        """The update by the conditioning. A single token answers every query alike: the softmax over one key is 1."""
-        cross = self.cross_attention
-        if context.shape[1] == 1:
-            return cross.o(cross.v(context)).unsqueeze(1)
-        normed = self.cross_norm(tokens).to(tokens.dtype).flatten(1, 2)
-        return cross(normed, context, None).view_as(tokens)
-
-
-class _Attention(nn.Module):
-    def __init__(self, shape: Architecture):
-        super().__init__()
-        self.heads = shape.heads
-        self.q = nn.Linear(shape.dim, shape.dim)
-        self.k = nn.Linear(shape.dim, shape.dim)
-        self.v = nn.Linear(shape.dim, shape.dim)
-        self.o = nn.Linear(shape.dim, shape.dim)
-        self.norm_q = WideRMSNorm(shape.dim, shape.eps)
-        self.norm_k = WideRMSNorm(shape.dim, shape.eps)
-
-    def forward(self, tokens: Tokens, context: Tensor, turn: Rotation | None) -> Tokens:
-        """Attends from ``tokens`` to ``context``; with ``turn`` queries and keys carry their positions."""
-        q, k, v = self.norm_q(self.q(tokens)), self.norm_k(self.k(context)), self.v(context)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
-        return self.o(attention(q.to(v.dtype), k.to(v.dtype), v).flatten(2))
-
-
-class _FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.hidden = nn.Linear(dim, hidden)
-        self.output = nn.Linear(hidden, dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(F.gelu(self.hidden(tokens), approximate="tanh"))
-
-
-class _TextEmbedding(_FeedForward):
+class _TextEmbedding(FeedForward):
     """From the conditioner's tokens to those that the blocks attend to."""
 
     def __init__(self, text_dim: int, dim: int):

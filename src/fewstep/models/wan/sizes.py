@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
+from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.conditioner import ConditionerSection
 from fewstep.section import Section
 
@@ -56,6 +57,8 @@ class WanSection(Section):
     """The numbers of a published (1.3B, 14B) or of a small network; each can be overridden below."""
     conditioner: ConditionerSection
     """What the network is told about a sample."""
+    causal: CausalSection | None = None
+    """Blocks of frames that see those before them alone; left out, every frame sees every other."""
     channels: PositiveInt | None = None
     """Latent channels."""
     patch: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
