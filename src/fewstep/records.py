@@ -32,13 +32,15 @@ class Batch:
 @dataclass(frozen=True)
 class Rollout:
     """The student's samples, stopped on the way: ``stop`` is the index into the ladder, ``x_stop`` the state there, at
-    noise level ``sigma_stop``, and ``x0`` the student's prediction."""
+    noise level ``sigma_stop``, and ``x0`` the student's prediction. The first ``given`` frames are not the student's:
+    they were handed to it, clean."""
 
     key: Keys
     stop: int
     x_stop: Latents
     sigma_stop: Sigma
     x0: Latents
+    given: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,26 @@ class Scores:
     key: Keys
     gradient: Latents
     losses: dict[str, PerSample]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two neighbours on a path of the teacher: ``x_t`` at noise level ``sigma``, one step on ``x_next`` at
+    ``sigma_next``."""
+
+    key: Keys
+    x_t: Latents
+    sigma: Sigma
+    x_next: Latents
+    sigma_next: Sigma
+
+
+@dataclass(frozen=True)
+class Target:
+    """The clean latents that the student is to predict."""
+
+    key: Keys
+    x0: Latents
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], record: R) -> R:
