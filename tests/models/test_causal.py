@@ -263,9 +263,7 @@ def test_what_was_evicted_cannot_be_asked_for():
     history = None
     for frame in range(6):
         history = network.append(history, x_t[:, frame : frame + 1], cond)
-    with pytest.raises(
-        ValueError, match=r"frame 3 sees frames from 1 on, and of 6 frames the history keeps the last 2"
-    ):
+    with pytest.raises(ValueError, match=r"frame 3 sees frames from 1 on, .* of 6 frames the history keeps the last 2"):
         network.velocity_given(x_t[:, :1], sigma[:, :1], cond, history, 3)
     with pytest.raises(ValueError, match="keeps the last 2"):
         network.velocity_given(x_t[:, :4], sigma[:, :4], cond, history, 2)
@@ -342,9 +340,7 @@ def test_two_interleaved_sessions_equal_each_alone():
 def test_frames_that_do_not_divide_are_refused_with_both_numbers():
     """Invariant 18."""
     form = CausalSection(block_frames=3)
-    with pytest.raises(
-        UserError, match=r"7 latent frames cannot be cut into blocks of 3 frames without a rest; 6 or 9"
-    ):
+    with pytest.raises(UserError, match=r"7 latent frames cannot be cut into blocks of 3 .* without a rest; 6 or 9"):
         form.partition(7)
     with pytest.raises(UserError, match=r"6 latent frames .* after the first, which is alone, .* 4 or 7 can"):
         CausalSection(block_frames=3, first_frame_alone=True).partition(6)
@@ -356,9 +352,7 @@ def test_frames_that_do_not_divide_are_refused_with_both_numbers():
 
 
 def test_a_window_that_cannot_hold_a_block_is_refused():
-    with pytest.raises(
-        ValueError, match=r"window 4 less sink 2 leaves 2 frames, and a block has 3: write a window of 5"
-    ):
+    with pytest.raises(ValueError, match=r"window 4 less sink 2 .* a block has 3: write a window of 5"):
         CausalSection(block_frames=3, window=4, sink=2)
     with pytest.raises(ValueError, match="sink 2 means nothing without a window"):
         CausalSection(block_frames=3, sink=2)

@@ -16,7 +16,7 @@ ModelSection = WanSection
 
 
 def build(section: ModelSection, device: torch.device | str = "cpu") -> Wan:
-    """The network of the section (a causal one if it says so) in float32 on ``device`` ("meta" for one without storage).
+    """The network of the section, causal or not, in float32 on ``device`` ("meta" for one without storage).
 
     Its weights are undefined memory, no random stream is touched: ``initialise`` it or load a state dict.
     """

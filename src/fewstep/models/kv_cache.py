@@ -50,8 +50,8 @@ class KVCache:
         return self.layers[0].keys.shape[1] // self.frame_tokens
 
     def seen(self, start: int, sink: int, recent: int | None) -> KVCache:
-        """The history as a block that begins at frame ``start`` sees it: the sink, and ``recent`` frames before the block
-        (None: all of them).
+        """The history as a block that begins at frame ``start`` sees it: the sink, and ``recent`` frames before the
+        block (None: all of them).
 
         Raises ValueError if one of them was evicted before, or never appended.
         """

@@ -82,11 +82,15 @@ class Block(nn.Module):
 
     def _told(self, tokens: FrameTokens, context: ContextTokens | KeyValue) -> Float[Tensor, "b #f #s d"]:
         """The update by the conditioning. A single token answers every query alike: the softmax over one key is 1."""
-        cross, cached = self.cross_attention, isinstance(context, KeyValue)
-        if (context.values if cached else context).shape[1] == 1:
-            return cross.o(context.values.flatten(2) if cached else cross.v(context)).unsqueeze(1)
+        cross = self.cross_attention
+        if isinstance(context, Tensor):
+            if context.shape[1] == 1:
+                return cross.o(cross.v(context)).unsqueeze(1)
+            context = cross.keys_values(context)
+        elif context.values.shape[1] == 1:
+            return cross.o(context.values.flatten(2)).unsqueeze(1)
         normed = self.cross_norm(tokens).to(tokens.dtype).flatten(1, 2)
-        return cross(normed, context if cached else cross.keys_values(context)).view_as(tokens)
+        return cross(normed, context).view_as(tokens)
 
 
 class Attention(nn.Module):

@@ -95,7 +95,8 @@ class Wan(nn.Module):
         """The keys and values of the conditioning in every block, to be used in place of ``cond`` as long as it stays
         the same."""
         context = self.text_embedding(self.conditioner(cond))
-        return CrossCache(tuple(block.cross_attention.keys_values(context) for block in self.blocks))
+        attentions: list[Any] = [block.cross_attention for block in self.blocks]
+        return CrossCache(tuple(attention.keys_values(context) for attention in attentions))
 
     @torch.no_grad()
     def initialise(self, generator: Generator) -> None:
@@ -138,10 +139,10 @@ class Wan(nn.Module):
 
     def _velocity(self, entered: Entered, sight: Sight, shape: torch.Size, history: KVCache | None = None) -> Latents:
         """Of the last frames that entered, as many as ``shape`` has."""
-        tokens, time = entered.tokens, entered.time
-        for tokens, _ in self._through(entered, sight, history):
-            pass
-        tokens, time = tokens[:, -shape[1] :], time[:, -shape[1] :]
+        tokens = entered.tokens
+        for after in self._through(entered, sight, history):
+            tokens = after[0]
+        tokens, time = tokens[:, -shape[1] :], entered.time[:, -shape[1] :]
         return _unpatch(self.head(tokens, time), shape, self._architecture.patch)
 
     def _features(self, entered: Entered, sight: Sight, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
