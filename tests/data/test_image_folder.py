@@ -276,7 +276,7 @@ def test_a_cache_that_cannot_be_written_is_named(pets: Path):
 def test_a_disk_that_is_too_small_is_found_before_the_images_are_decoded(pets: Path):
     gib = 2 * shutil.disk_usage(pets).free / 2**30
     side = int((gib * 2**30 / 5) ** 0.5) + 1
-    with pytest.raises(UserError, match=rf"data\.cache: .* the decoded images need {5 * side**2 / 2**30:.1f} GiB"):
+    with pytest.raises(UserError, match=rf"data\.cache: .* the decoded pixels need {5 * side**2 / 2**30:.1f} GiB"):
         ImageFolder(section(pets, size=side))
     assert stored(pets) == {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
@@ -12,6 +13,7 @@ from fewstep.data.fashion_mnist import FashionMnist
 from fewstep.data.image_folder import ImageFolder
 from fewstep.data.moving_fashion_mnist import MovingFashionMnist
 from fewstep.data.sources import DataSection, open_dataset
+from fewstep.data.video_folder import VideoFolder
 
 SECTION = TypeAdapter(DataSection)
 
@@ -32,6 +34,15 @@ def test_the_name_chooses_the_data_set(clothes: Path, tmp_path: Path):
     assert dataset.shape == (1, 3, 8, 4)
 
 
+def test_a_folder_of_videos_is_chosen_by_its_name(tmp_path: Path, write_video):
+    (tmp_path / "acts" / "run").mkdir(parents=True)
+    write_video(tmp_path / "acts" / "run" / "a.mkv", np.zeros((6, 4, 4), np.uint8))
+    settings = {"path": str(tmp_path / "acts"), "size": 4, "channels": 1, "batch": 1, "cache": str(tmp_path / "c")}
+    dataset = open_dataset(SECTION.validate_python({"name": "video_folder", "frames": 5, **settings}))
+    assert isinstance(dataset, VideoFolder)
+    assert dataset.shape == (5, 1, 4, 4)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -41,6 +52,9 @@ def test_the_name_chooses_the_data_set(clothes: Path, tmp_path: Path):
         {"name": "fashion_mnist", "size": 16, "batch": 64, "channels": 1},
         {"name": "fashion_mnist", "size": 16},
         {"name": "image_folder", "size": 16, "batch": 64, "channels": 1},
+        {"name": "moving_fashion_mnist", "batch": 64},
+        {"name": "moving_fashion_mnist", "frames": 12, "batch": 64, "channels": 1},
+        {"name": "video_folder", "path": "x", "size": 16, "batch": 64, "channels": 1},
     ],
 )
 def test_unknown_names_keys_and_values_are_refused(values: dict):

@@ -10,16 +10,19 @@ from fewstep.data.api import Dataset, Split
 from fewstep.data.fashion_mnist import FashionMnist, FashionMnistSection
 from fewstep.data.image_folder import ImageFolder, ImageFolderSection
 from fewstep.data.moving_fashion_mnist import MovingFashionMnist, MovingFashionMnistSection
+from fewstep.data.video_folder import VideoFolder, VideoFolderSection
 
 DataSection = Annotated[
-    FashionMnistSection | ImageFolderSection | MovingFashionMnistSection, Field(discriminator="name")
+    FashionMnistSection | ImageFolderSection | MovingFashionMnistSection | VideoFolderSection,
+    Field(discriminator="name"),
 ]
 
 
 def open_dataset(section: DataSection, split: Split = "train") -> Dataset:
     """The data set that ``section`` describes: what is trained on, or the ``test`` split that evaluation compares with.
 
-    Raises UserError for everything that would stop the run later: nothing found, damaged files, wrong channels.
+    Raises UserError for everything that would stop the run later: nothing found, damaged files, wrong channels,
+    videos that are too short.
     """
     match section:
         case FashionMnistSection():
@@ -28,3 +31,5 @@ def open_dataset(section: DataSection, split: Split = "train") -> Dataset:
             return ImageFolder(section, split)
         case MovingFashionMnistSection():
             return MovingFashionMnist(section, split)
+        case VideoFolderSection():
+            return VideoFolder(section, split)

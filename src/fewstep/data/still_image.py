@@ -34,6 +34,11 @@ def read_image(path: Path, channels: int, height: int, width: int) -> np.ndarray
         if file.mode not in _GREY + _COLOUR:
             raise ValueError(f"pixels of the kind {file.mode}, where 8-bit grey or RGB is needed")
         image = ImageOps.exif_transpose(file)
+    return to_pixels(image, channels, height, width)
+
+
+def to_pixels(image: Image.Image, channels: int, height: int, width: int) -> np.ndarray:
+    """The image as ``read_image`` returns it; raises ValueError for colours or transparency that would be dropped."""
     if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
         raise ValueError("transparent pixels; put the image on a background")
     image = image.convert("L" if channels == 1 and image.mode in _GREY else "RGB")
