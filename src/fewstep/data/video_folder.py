@@ -21,7 +21,7 @@ class VideoFolderSection(ClassFoldersSection):
     frames: int = Field(ge=1)
     """Frames of a clip; one clip is taken from a file, from its first frame on."""
     stride: int = Field(default=1, ge=1)
-    """Of so many frames in a row the first is taken; a file needs (``frames`` - 1) x ``stride`` + 1 frames, whatever its frame rate."""
+    """Of this many frames in a row the first is taken; a file needs (``frames`` - 1) x ``stride`` + 1 frames."""
 
 
 class VideoFolder(ClassFolders):
