@@ -19,6 +19,7 @@ from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
 from fewstep.models.api import Geometry
+from fewstep.models.blocks import CausalSection
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
@@ -161,7 +162,7 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
                 optimizer=(head and head.optimizer) or optimizer,
                 schedule=(head and head.schedule) or schedule,
             )
-    return {name: planned[name] for name in method.roles}
+    return {name: planned[name] for name in method.roles if name != "ema"}  # the student, by other weights
 
 
 def misfits(plan: Plan) -> list[str]:
@@ -186,6 +187,11 @@ def misfits(plan: Plan) -> list[str]:
 def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> Iterator[str]:
     """What of a network is not made for the data."""
     _, channels, height, width = plan.shape
+    if model.causal is not None:
+        try:
+            model.causal.partition(plan.shape[0])
+        except UserError as error:
+            yield f"causal: {error}; change block_frames, or the data's frames"
     geometry: Geometry = network.geometry  # type: ignore[assignment]
     if geometry.channels != channels:
         yield f"its network has {geometry.channels} latent channels, the data {channels}"
@@ -254,7 +260,21 @@ def _trained(
         start = _from_source(name, section.init, section.weights or "ema")
     if section.init != "random" and section.model is not None and section.model != start.model:
         raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
+    causal = getattr(section, "causal", None)
+    if causal is not None:
+        start = replace(start, model=_made_causal(start.model, causal))
     return replace(start, optimizer=optimizer, schedule=schedule)
+
+
+def _made_causal(model: ModelSection | None, causal: CausalSection) -> ModelSection:
+    """The network that sees blocks in order, on the same weights."""
+    assert model is not None
+    if model.causal not in (None, causal):
+        raise UserError(
+            f"student.causal = {causal!r}: the network of student.init is causal already, with {model.causal!r}; leave "
+            "the section out, or write the same"
+        )
+    return model.model_copy(update={"causal": causal})
 
 
 def _from_source(name: str, path: str, weights: Literal["ema", "raw"]) -> RolePlan:

@@ -23,7 +23,7 @@ from fewstep.data.batches import BatchSource
 from fewstep.data.order import BatchOrder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.process import ProcessEngine
-from fewstep.engines.roles import Role, freeze
+from fewstep.engines.roles import AveragedRole, Role, freeze
 from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
 from fewstep.models.wan.parallelize import compile_blocks, compile_whole
@@ -103,17 +103,22 @@ def assemble(plan: Plan) -> ProcessEngine:
     for name, network in networks.items():
         role = plan.roles[name]
         network = network.to(plan.device, masters) if role.optimizer else freeze(network, plan.device, plan.precision)
+        if name != "discriminator":
+            network.recompute = recipe.engine.recompute  # type: ignore[assignment]
         if recipe.engine.compile and name != "discriminator":
             COMPILERS[recipe.engine.compile](network)  # type: ignore[arg-type]
         roles[name] = Role(name, network, plan.precision)
         if role.optimizer:
             assert role.schedule is not None
             optimizers[name] = RoleOptimizer(roles[name].parameters(), role.optimizer, role.schedule, totals[name])
+    ema = EMA(roles["student"].parameters(), recipe.ema)
+    if "ema" in plan.method.roles:
+        roles["ema"] = AveragedRole(roles["student"], ema)
     return ProcessEngine(
         plan.method,
         roles,
         optimizers,
-        EMA(roles["student"].parameters(), recipe.ema),
+        ema,
         batch_source(plan, roles["student"]),
         seed=recipe.seed,
         micro_batch=recipe.engine.micro_batch,

@@ -361,3 +361,27 @@ def test_a_window_that_cannot_hold_a_block_is_refused():
 def test_a_value_a_block_becomes_a_value_a_frame():
     values = torch.tensor([[0.1, 0.2, 0.3]])
     assert torch.equal(spread(values, (1, 2, 3)), values[:, [0, 1, 1, 2, 2, 2]])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_recomputing_the_blocks_changes_no_gradient_and_keeps_less(form):
+    """Invariant 34: teacher forcing, and blocks in parallel against a history, for every form of cache."""
+    plain, again = causal(**form), causal(**form)
+    again.recompute = True
+    x_t, sigma, cond = clip(2 * form["block_frames"] + form.get("first_frame_alone", False))
+    clean = 0.5 * x_t.flip(1)
+    kept = []
+    for network in (plain, again):
+        sizes: list[int] = []
+        with torch.no_grad():
+            history = network.prefill(clean, cond)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.nbytes), x)[1], lambda x: x):
+            velocity = network.velocity(x_t, sigma, cond, clean=clean)
+            velocity = velocity + network.velocity_given(x_t, sigma, cond, history, 0)
+        velocity.square().sum().backward()
+        kept.append(sum(sizes))
+    pairs = zip(plain.named_parameters(), again.named_parameters(), strict=True)
+    for (name, one), (_, other) in pairs:
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or relative(other.grad, one.grad) < 1e-10, name
+    assert kept[1] < 0.4 * kept[0]

@@ -25,6 +25,9 @@ class EngineSection(Section):
     """What the networks compute in; ``auto`` is bfloat16 on a GPU, else float32. Trained weights stay float32."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Most rows that run at once; the batch is cut into pieces of this size, with the same result."""
+    recompute: bool = False
+    """Whether a backward pass computes every block of a network again instead of keeping what is inside: much less
+    memory for a third more time."""
     compile: Literal["blocks", "graphs"] | None = None
     """``blocks`` compiles block by block, for large networks; ``graphs`` whole networks, replayed as CUDA graphs, for
     small ones. The first iterations take minutes."""

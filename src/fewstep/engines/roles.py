@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from fewstep.models.api import Geometry
 from fewstep.models.blocks import CausalSection
 from fewstep.models.families import ModelSection
 from fewstep.models.kv_cache import KVCache
+from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import OptimizerSection
 from fewstep.optim.schedule import ScheduleSection
 from fewstep.section import Section
@@ -131,6 +133,19 @@ class Role:
         if self.precision != torch.bfloat16:
             return nullcontext()
         return torch.autocast(next(self.network.parameters()).device.type, dtype=torch.bfloat16)
+
+
+class AveragedRole(Role):
+    """The student under its averaged weights: no second network, and no gradient."""
+
+    def __init__(self, student: Role, ema: EMA):
+        super().__init__("ema", student.network, student.precision)
+        self._ema = ema
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with torch.no_grad(), self._ema.swapped(), super()._computing():
+            yield
 
 
 def freeze(network: nn.Module, device: torch.device, precision: torch.dtype) -> nn.Module:

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fewstep.models.api import Geometry
 from fewstep.models.kv_cache import CrossCache, KeyValue, KVCache
@@ -52,6 +53,8 @@ class Wan(nn.Module):
     def __init__(self, section: WanSection):
         super().__init__()
         self.section = section
+        self.recompute = False
+        """Whether a backward pass computes every block again instead of keeping what is inside."""
         shape = self._architecture = section.architecture
         self.conditioner = build_conditioner(section.conditioner, shape.text_dim)
         self.text_embedding = _TextEmbedding(shape.text_dim, shape.dim)
@@ -131,10 +134,11 @@ class Wan(nn.Module):
         self, entered: Entered, sight: Sight, history: KVCache | None = None
     ) -> Iterator[tuple[FrameTokens, KeyValue]]:
         """What each block returns, one after the other."""
-        tokens = entered.tokens
+        tokens, again = entered.tokens, self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             past = history.layers[layer] if history is not None else None
-            tokens, made = block(tokens, entered.context[layer], entered.modulation, sight, past)
+            inputs = (tokens, entered.context[layer], entered.modulation, sight, past)
+            tokens, made = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             yield tokens, made
 
     def _velocity(self, entered: Entered, sight: Sight, shape: torch.Size, history: KVCache | None = None) -> Latents:
