@@ -11,6 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from fewstep.models.api import FlowModel
+from fewstep.records import Batch, Rollout
+from fewstep.rng import Draw
 from fewstep.shapes import Latents, PerSample
 
 
@@ -33,6 +36,24 @@ class Phase:
     """Which batch of the iteration the phase and its records belong to."""
     part: tuple[int, int] = (0, 1)
     """(k, K): the phase sees the k-th of K equal parts of the global batch's rows."""
+
+
+@runtime_checkable
+class StudentRollout(Protocol):
+    """How the student makes samples in training; the sampler's own steps, stopped on the way."""
+
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """The noise levels that it walks down."""
+        ...
+
+    def __call__(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
+        """Samples without gradient, stopped at a step that is the same for the whole job."""
+        ...
+
+    def again(self, student: FlowModel, rollout: Rollout, batch: Batch) -> Latents:
+        """The rollout's ``x0`` once more, with gradient; valid while the student's weights have not moved."""
+        ...
 
 
 @runtime_checkable

@@ -8,29 +8,34 @@
         g   <- (x0_critic(x_t) - x0_teacher(x_t)) / mean |x0 - x0_teacher(x_t)|     (teacher guided, critic not)
         student descends  x0 . g / numel, x0 computed again with gradient  (+ softplus(-D(x0)))
 
-The teacher is frozen and may be larger than the others. The critic is the score of what the student makes now.
+The teacher is frozen and may be larger than the others. The critic is the score of what the student makes now. Frames
+that were given to the student stay clean in x_t: the predictions agree there, and so g is 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
 
 from fewstep.flow.path import add_noise, x0_from_velocity
 from fewstep.flow.sigmas import SigmaDensity, Uniform
-from fewstep.methods.api import Phase, descend, input_gradient
+from fewstep.methods.api import Phase, StudentRollout, descend, input_gradient
 from fewstep.methods.gan import GAN, GANSection
 from fewstep.methods.sft import draw_noise, draw_sigma, flow_matching_loss
 from fewstep.models.api import FlowModel
 from fewstep.models.guided import guided_velocity
 from fewstep.records import Batch, Rollout, Scores
 from fewstep.rng import Draw
-from fewstep.rollout.few_step import FewStep
 from fewstep.section import Section
 from fewstep.shapes import Latents, PerSample
+
+Predictions = Callable[[Latents], tuple[Latents, Latents]]
+"""From the samples to the clean latents that the teacher and the critic see in them, noised; differentiable."""
 
 
 class DMD2Section(Section):
@@ -61,7 +66,7 @@ class DMD2:
 
     Section = DMD2Section
 
-    def __init__(self, section: DMD2Section, rollout: FewStep):
+    def __init__(self, section: DMD2Section, rollout: StudentRollout):
         self.section, self.rollout_of = section, rollout
         self.gan = GAN(section.gan) if section.gan else None
         head = ("discriminator",) if self.gan else ()
@@ -73,7 +78,7 @@ class DMD2:
         self.row_parts = section.critic_updates if shared else 1
 
     @classmethod
-    def of(cls, section: DMD2Section, rollout: FewStep) -> DMD2:
+    def of(cls, section: DMD2Section, rollout: StudentRollout) -> DMD2:
         """The method of a recipe."""
         return cls(section, rollout)
 
@@ -104,34 +109,55 @@ class DMD2:
     def critic_losses(
         self, critic: FlowModel, teacher: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
     ) -> dict[str, PerSample]:
-        sigma = draw_sigma(self.section.critic_sigma, draw, "sigma", rollout.x0)
-        noise = draw_noise(draw, "noise", rollout.x0)
-        losses = {"critic/loss": flow_matching_loss(critic, rollout.x0, noise, sigma, batch.cond)}
+        x0, given = rollout.x0, rollout.given
+        sigma = draw_sigma(self.section.critic_sigma, draw, "sigma", x0, given)
+        noise = draw_noise(draw, "noise", x0)
+        losses = {"critic/loss": flow_matching_loss(critic, x0, noise, sigma, batch.cond, given=given)}
         if self.gan:
-            network = critic if self.gan.section.features == "critic" else teacher
             assert batch.x0 is not None
-            losses |= self.gan.discriminator_losses(discriminator, network, batch.x0, rollout.x0, batch.cond, draw)
+            losses |= self.gan.discriminator_losses(
+                discriminator, self.gan.reads(critic, teacher), batch.x0, x0, batch.cond, draw, given=given
+            )
         return losses
 
     def scores(
         self, teacher: FlowModel, critic: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
     ) -> Scores:
-        x0, section = rollout.x0, self.section
-        sigma = draw_sigma(section.score_sigma, draw, "sigma", x0)
-        x_t = add_noise(x0, draw_noise(draw, "noise", x0), sigma)
-        guidance = {"scale": section.guidance_scale, "rescale": section.guidance_rescale}
-        teacher_velocity = guided_velocity(teacher, x_t, sigma, batch.cond, batch.uncond, **guidance)
-        x0_teacher = x0_from_velocity(x_t, teacher_velocity, sigma)
-        x0_critic = x0_from_velocity(x_t, critic.velocity(x_t, sigma, batch.cond), sigma)
-        gradient = dmd_gradient(x0, x0_teacher=x0_teacher, x0_critic=x0_critic)
-        losses = {"student/dmd_rms": gradient.square().flatten(1).mean(1).sqrt(), **moments(rollout)}
+        x0, given = rollout.x0, rollout.given
+        gradient, losses = self.matching(x0, self.predictions(teacher, critic, rollout, batch, draw))
+        losses |= moments(rollout)
         if self.gan:
-            gan, network = self.gan, critic if self.gan.section.features == "critic" else teacher
+            gan, network = self.gan, self.gan.reads(critic, teacher)
             ascent, losses["student/gan"] = input_gradient(
-                lambda fake: gan.student_loss(discriminator, network, fake, batch.cond, draw), x0
+                lambda fake: gan.student_loss(discriminator, network, fake, batch.cond, draw, given=given), x0
             )
             gradient = gradient + ascent
+        gradient[:, :given] = 0
         return Scores(rollout.key, gradient, losses)
+
+    def predictions(
+        self, teacher: FlowModel, critic: FlowModel, rollout: Rollout, batch: Batch, draw: Draw
+    ) -> Predictions:
+        """At one noise level a sample; the teacher guided, the critic not."""
+        section, cond, uncond = self.section, batch.cond, batch.uncond
+        sigma = draw_sigma(section.score_sigma, draw, "sigma", rollout.x0, rollout.given)
+        noise = draw_noise(draw, "noise", rollout.x0)
+
+        def predict(x0: Latents) -> tuple[Latents, Latents]:
+            x_t = add_noise(x0, noise, sigma)
+            guided = guided_velocity(
+                teacher, x_t, sigma, cond, uncond, scale=section.guidance_scale, rescale=section.guidance_rescale
+            )
+            plain = critic.velocity(x_t, sigma, cond)
+            return x0_from_velocity(x_t, guided, sigma), x0_from_velocity(x_t, plain, sigma)
+
+        return predict
+
+    def matching(self, x0: Latents, predict: Predictions) -> tuple[Latents, dict[str, PerSample]]:
+        """The gradient that makes teacher and critic agree, and values for the log."""
+        x0_teacher, x0_critic = predict(x0)
+        gradient = dmd_gradient(x0, x0_teacher=x0_teacher, x0_critic=x0_critic)
+        return gradient, {"student/dmd_rms": gradient.square().flatten(1).mean(1).sqrt()}
 
     def student_losses(
         self, student: FlowModel, rollout: Rollout, scores: Scores, batch: Batch
@@ -143,11 +169,16 @@ def dmd_gradient(x0: Latents, *, x0_teacher: Latents, x0_critic: Latents, eps: f
     """(x0_critic - x0_teacher) / max(mean over the sample of |x0 - x0_teacher|, eps), in float32 or wider."""
     wide = torch.promote_types(x0.dtype, torch.float32)
     x0, x0_teacher, x0_critic = x0.to(wide), x0_teacher.to(wide), x0_critic.to(wide)
-    scale = (x0 - x0_teacher).abs().mean(dim=(1, 2, 3, 4), keepdim=True)
+    scale = mean_distance(x0, x0_teacher)
     return (x0_critic - x0_teacher) / scale.clamp_min(eps)
 
 
+def mean_distance(x0: Latents, x0_teacher: Latents) -> Float[Tensor, "b 1 1 1 1"]:
+    """mean over the sample of |x0 - x0_teacher|."""
+    return (x0 - x0_teacher).abs().mean(dim=(1, 2, 3, 4), keepdim=True)
+
+
 def moments(rollout: Rollout) -> dict[str, PerSample]:
-    """Mean and standard deviation of every sample, named by the step at which the rollout stopped."""
-    x0 = rollout.x0.flatten(1)
+    """Mean and standard deviation of what the student made, named by the step at which the rollout stopped."""
+    x0 = rollout.x0[:, rollout.given :].flatten(1)
     return {f"latents/mean.stop{rollout.stop}": x0.mean(1), f"latents/std.stop{rollout.stop}": x0.std(1)}

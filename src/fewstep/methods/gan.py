@@ -58,16 +58,30 @@ class GAN:
     def __init__(self, section: GANSection):
         self.section = section
 
+    def reads(self, critic: FlowModel, teacher: FlowModel) -> FlowModel:
+        """The network whose features the discriminator reads."""
+        return critic if self.section.features == "critic" else teacher
+
     def discriminator_losses(
-        self, discriminator: Judge, network: FlowModel, real: Latents, fake: Latents, cond: Any, draw: Draw
+        self,
+        discriminator: Judge,
+        network: FlowModel,
+        real: Latents,
+        fake: Latents,
+        cond: Any,
+        draw: Draw,
+        *,
+        given: int = 0,
     ) -> dict[str, PerSample]:
-        """What the discriminator (and the critic below it) descends, weights included."""
+        """What the discriminator (and the critic below it) descends, weights included; the ``given`` first frames are
+        those of the data in both, and clean."""
         section, fakes = self.section, "gan.real" if self.section.share_noise else "gan.fake"
-        real_t, real_sigma = self._noised(real, draw, "gan.real")
-        fake_t, fake_sigma = self._noised(fake, draw, fakes)
+        real_t, real_sigma = self._noised(real, draw, "gan.real", given)
+        fake_t, fake_sigma = self._noised(fake, draw, fakes, given)
         states, sigmas, conds = [real_t, fake_t], [real_sigma, fake_sigma], [cond, cond]
         if section.r1_weight:
             states.append(real_t + section.r1_step * draw_noise(draw, "gan.r1", real))
+            states[-1][:, :given] = real_t[:, :given]
             sigmas.append(real_sigma)
             conds.append(cond)
         logits = self._logits(discriminator, network, torch.cat(states), torch.cat(sigmas), concat(conds))
@@ -77,14 +91,16 @@ class GAN:
             losses["discriminator/r1"] = section.r1_weight * approximate_r1(real_logits, moved[0], section.r1_step)
         return {name: section.discriminator_weight * loss for name, loss in losses.items()}
 
-    def student_loss(self, discriminator: Judge, network: FlowModel, fake: Latents, cond: Any, draw: Draw) -> PerSample:
+    def student_loss(
+        self, discriminator: Judge, network: FlowModel, fake: Latents, cond: Any, draw: Draw, *, given: int = 0
+    ) -> PerSample:
         """What the student descends, weight included; differentiable in ``fake``."""
-        fake_t, sigma = self._noised(fake, draw, "gan.student")
+        fake_t, sigma = self._noised(fake, draw, "gan.student", given)
         logits = self._logits(discriminator, network, fake_t, sigma, cond)
         return self.section.student_weight * student_loss(logits)
 
-    def _noised(self, x0: Latents, draw: Draw, name: str) -> tuple[Latents, Sigma]:
-        sigma = draw_sigma(self.section.sigma, draw, f"{name}.sigma", x0)
+    def _noised(self, x0: Latents, draw: Draw, name: str, given: int) -> tuple[Latents, Sigma]:
+        sigma = draw_sigma(self.section.sigma, draw, f"{name}.sigma", x0, given)
         return add_noise(x0, draw_noise(draw, f"{name}.noise", x0), sigma), sigma
 
     def _logits(self, discriminator: Judge, network: FlowModel, x_t: Latents, sigma: Sigma, cond: Any) -> PerSample:

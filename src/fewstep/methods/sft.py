@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import pad
 
 from fewstep.flow import path
 from fewstep.flow.sigmas import LogitNormal, SigmaDensity
-from fewstep.methods.api import Phase
+from fewstep.methods.api import Phase, StudentRollout
 from fewstep.models.api import FlowModel
 from fewstep.records import Batch, select
 from fewstep.rng import Draw
-from fewstep.rollout.few_step import FewStep
 from fewstep.section import Section
 from fewstep.shapes import Latents, PerSample, Sigma
 
@@ -49,7 +51,7 @@ class SFT:
         self.section = section
 
     @classmethod
-    def of(cls, section: SFTSection, rollout: FewStep) -> SFT:
+    def of(cls, section: SFTSection, rollout: StudentRollout) -> SFT:
         """The method of a recipe; flow matching on data has no rollout."""
         return cls(section)
 
@@ -57,24 +59,38 @@ class SFT:
         yield Phase("student", self.student_losses, trains=("student",))
 
     def student_losses(self, student: FlowModel, batch: Batch, draw: Draw) -> dict[str, PerSample]:
-        cond = batch.cond
-        if self.section.cond_dropout and batch.uncond is not None:
-            cond = select(draw.uniform("cond_dropout") < self.section.cond_dropout, batch.uncond, cond)
         assert batch.x0 is not None
+        cond = drop_condition(batch, draw, self.section.cond_dropout)
         sigma = draw_sigma(self.section.sigma, draw, "sigma", batch.x0)
         noise = draw_noise(draw, "noise", batch.x0)
         return {"student/loss": flow_matching_loss(student, batch.x0, noise, sigma, cond)}
 
 
-def flow_matching_loss(model: FlowModel, x0: Latents, noise: Latents, sigma: Sigma, cond: Any) -> PerSample:
-    """mean (v - (noise - x0))^2 of every sample, in float32 or wider."""
-    velocity = model.velocity(path.add_noise(x0, noise, sigma), sigma, cond)
-    return (velocity - path.velocity(x0, noise)).square().flatten(1).mean(1)
+def flow_matching_loss(
+    model: FlowModel, x0: Latents, noise: Latents, sigma: Sigma, cond: Any, *, given: int = 0
+) -> PerSample:
+    """mean (v - (noise - x0))^2 of every sample over the frames after the ``given`` first, in float32 or wider."""
+    return flow_matching_error(model, x0, noise, sigma, cond)[:, given:].mean(1)
 
 
-def draw_sigma(density: SigmaDensity, draw: Draw, name: str, x0: Latents) -> Sigma:
-    """One noise level a sample, the same for all its frames."""
-    return density.sigma(draw.uniform(name))[:, None].expand(-1, x0.shape[1])
+def flow_matching_error(
+    model: FlowModel, x0: Latents, noise: Latents, sigma: Sigma, cond: Any, **forced: Any
+) -> Float[Tensor, "b f"]:
+    """mean (v - (noise - x0))^2 of every frame, in float32 or wider; ``forced`` is the history of a causal network."""
+    velocity = model.velocity(path.add_noise(x0, noise, sigma), sigma, cond, **forced)
+    return (velocity - path.velocity(x0, noise)).square().flatten(2).mean(2)
+
+
+def drop_condition(batch: Batch, draw: Draw, share: float) -> Any:
+    """The conditions of the batch, a ``share`` of the rows with the null one instead (where the data have it)."""
+    if not share or batch.uncond is None:
+        return batch.cond
+    return select(draw.uniform("cond_dropout") < share, batch.uncond, batch.cond)
+
+
+def draw_sigma(density: SigmaDensity, draw: Draw, name: str, x0: Latents, given: int = 0) -> Sigma:
+    """One noise level a sample, the same for all its frames but the ``given`` first, which are clean."""
+    return pad(density.sigma(draw.uniform(name))[:, None].expand(-1, x0.shape[1] - given), (given, 0))
 
 
 def draw_noise(draw: Draw, name: str, x0: Latents) -> Latents:
