@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fewstep.shapes import Keys, Latents, PerSample, Sigma
@@ -20,20 +21,35 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
+class Trajectory:
+    """A teacher's path from noise to data: ``states`` at the k noise levels of the student's ladder, and the
+    ``endpoint`` at noise level 0. ``key`` is the trajectory's number in its collection, which names its noise."""
+
+    key: Keys
+    states: Float[Tensor, "b k f c h w"]
+    endpoint: Latents
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Rows of the data. ``x0`` is None for text-only data, ``uncond`` None where no guidance is possible."""
+    """Rows of the data. ``x0`` is None for text-only data, ``uncond`` None where no guidance is possible,
+    ``trajectory`` None where no teacher was run beforehand."""
 
     key: Keys
     x0: Latents | None
     cond: Any
     uncond: Any | None
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True)
 class Rollout:
     """The student's samples, stopped on the way: ``stop`` is the index into the ladder, ``x_stop`` the state there, at
     noise level ``sigma_stop``, and ``x0`` the student's prediction. The first ``given`` frames are not the student's:
-    they were handed to it, clean."""
+    they were handed to it, clean.
+
+    Of causal students: ``history`` is the frames as later blocks saw them, where that was not ``x0``. ``windows`` says
+    how many blocks were denoised together, window after window, where it was not one by one."""
 
     key: Keys
     stop: int
@@ -41,6 +57,8 @@ class Rollout:
     sigma_stop: Sigma
     x0: Latents
     given: int = 0
+    history: Latents | None = None
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

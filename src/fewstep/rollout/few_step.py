@@ -7,9 +7,10 @@ samples, since both come from this one loop.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -39,6 +40,16 @@ class SamplingSection(Section):
     """``renoise`` predicts x0 and noises it afresh (few-step students), ``ode`` takes Euler steps (teachers)."""
     guidance_scale: float = Field(default=1.0, ge=0)
     """uncond + scale x (cond - uncond); 1 is off."""
+    first_block_steps: int | None = Field(default=None, ge=1, le=1000)
+    """Of causal networks: number of steps of the first block, whose noise levels are the ladder of so many steps at
+    ``shift``, with a random stop of its own in training; left out, it is made like the others."""
+    history_sigma: float = Field(default=0.0, ge=0, lt=1)
+    """Of causal networks: noise level at which a finished block becomes the past of the next ones; 0 is clean."""
+    given_frames: int = Field(default=0, ge=0)
+    """Of causal networks: latent frames at the beginning that are given instead of made (image to video, continuation);
+    whole blocks."""
+    stop: Literal["shared", "block"] = "shared"
+    """Of causal networks, in training: whether all blocks of a rollout stop at one random step, or each at its own."""
 
     @model_validator(mode="after")
     def _one_ladder(self) -> SamplingSection:
@@ -47,6 +58,11 @@ class SamplingSection(Section):
         levels = self.resolved()
         if levels[:1] != (1.0,) or levels[-1] <= 0.0 or any(a <= b for a, b in pairwise(levels)):
             raise ValueError(f"'sigmas' must descend from 1 and end above 0, got {list(levels)}")
+        if self.given_frames and self.first_block_steps:
+            raise ValueError(
+                f"first_block_steps {self.first_block_steps} means nothing where the first block is given "
+                f"(given_frames {self.given_frames}); leave one of them out"
+            )
         return self
 
     def resolved(self) -> tuple[float, ...]:
@@ -57,7 +73,35 @@ class SamplingSection(Section):
         """The same sampler at another number of steps; at the trained number, the trained sampler itself."""
         if steps == len(self.resolved()):
             return self
-        return SamplingSection(steps=steps, shift=self.shift, solver=self.solver, guidance_scale=self.guidance_scale)
+        return SamplingSection.model_validate(self.model_dump() | {"steps": steps, "sigmas": None})
+
+
+class Stopped(NamedTuple):
+    """Where a walk down a ladder ended: the state, its noise level, and the clean latents that the network predicts."""
+
+    x_t: Latents
+    sigma: Sigma
+    x0: Latents
+
+
+def walk(
+    velocity: Callable[[Latents, Sigma], Latents],
+    x_t: Latents,
+    levels: Sequence[Sigma],
+    solver: Solver,
+    fresh: Callable[[int], Latents],
+) -> Stopped:
+    """From ``x_t`` at the first of the noise levels down to the last, and the prediction there: one network call a level.
+
+    fresh: the noise that is added after step 0, 1, ... by the solver ``renoise``.
+    """
+    for step, (sigma, sigma_next) in enumerate(pairwise(levels)):
+        found = velocity(x_t, sigma)
+        if solver == "ode":
+            x_t = solvers.ode(x_t, found, sigma, sigma_next)
+        else:
+            x_t = solvers.renoise(x_t, found, sigma, sigma_next, fresh(step))
+    return Stopped(x_t, levels[-1], x0_from_velocity(x_t, velocity(x_t, levels[-1]), levels[-1]))
 
 
 @dataclass(frozen=True)
@@ -97,18 +141,15 @@ class FewStep:
         The noise is a function of the draw's keys alone. One network call a step (of twice the rows when guided).
         """
         last = len(self.sigmas) - 1 if stop is None else stop
-        x_t = draw.normal("noise", self.shape, dtype=self.dtype)
-        for step in range(last):
-            sigma, sigma_next = self._level(step, draw.key), self._level(step + 1, draw.key)
-            velocity = self._velocity(model, x_t, sigma, cond, uncond)
-            if self.solver == "ode":
-                x_t = solvers.ode(x_t, velocity, sigma, sigma_next)
-            else:
-                noise = draw.normal(f"renoise.{step}", self.shape, dtype=self.dtype)
-                x_t = solvers.renoise(x_t, velocity, sigma, sigma_next, noise)
-        sigma = self._level(last, draw.key)
-        velocity = self._velocity(model, x_t, sigma, cond, uncond)
-        return Rollout(draw.key, last, x_t, sigma, x0_from_velocity(x_t, velocity, sigma))
+        levels = [self._level(step, draw.key) for step in range(last + 1)]
+        stopped = walk(
+            lambda x_t, sigma: guided_velocity(model, x_t, sigma, cond, uncond, scale=self.guidance_scale),
+            draw.normal("noise", self.shape, dtype=self.dtype),
+            levels,
+            self.solver,
+            lambda step: draw.normal(f"renoise.{step}", self.shape, dtype=self.dtype),
+        )
+        return Rollout(draw.key, last, *stopped)
 
     def accept(self, rollout: Rollout) -> Rollout:
         """A rollout that somebody else made, if it stands where it says. Raises ValueError if its noise level is not
@@ -121,9 +162,6 @@ class FewStep:
                 f"step's noise level, and this one stands at {rollout.sigma_stop.unique().tolist()}"
             )
         return rollout
-
-    def _velocity(self, model: FlowModel, x_t: Latents, sigma: Sigma, cond: Any, uncond: Any | None) -> Latents:
-        return guided_velocity(model, x_t, sigma, cond, uncond, scale=self.guidance_scale)
 
     def _level(self, step: int, key: Keys) -> Sigma:
         wide = torch.promote_types(self.dtype, torch.float32)
