@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -363,6 +365,19 @@ def test_a_value_a_block_becomes_a_value_a_frame():
     assert torch.equal(spread(values, (1, 2, 3)), values[:, [0, 1, 1, 2, 2, 2]])
 
 
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """Of every tensor that is kept for the backward pass."""
+    count: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        count.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield count
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_recomputing_the_blocks_changes_no_gradient_and_keeps_less(form):
     """Invariant 34: teacher forcing, and blocks in parallel against a history, for every form of cache."""
@@ -372,14 +387,13 @@ def test_recomputing_the_blocks_changes_no_gradient_and_keeps_less(form):
     clean = 0.5 * x_t.flip(1)
     kept = []
     for network in (plain, again):
-        sizes: list[int] = []
         with torch.no_grad():
             history = network.prefill(clean, cond)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.nbytes), x)[1], lambda x: x):
+        with saved_bytes() as count:
             velocity = network.velocity(x_t, sigma, cond, clean=clean)
             velocity = velocity + network.velocity_given(x_t, sigma, cond, history, 0)
         velocity.square().sum().backward()
-        kept.append(sum(sizes))
+        kept.append(sum(count))
     pairs = zip(plain.named_parameters(), again.named_parameters(), strict=True)
     for (name, one), (_, other) in pairs:
         assert (one.grad is None) == (other.grad is None), name
