@@ -15,7 +15,11 @@ import torch
 from fewstep.engines.process import parameters_of
 from fewstep.methods import METHODS
 from fewstep.methods.api import Method
+from fewstep.methods.consistency import Consistency, ConsistencySection
+from fewstep.methods.diffusion_forcing import DiffusionForcing, DiffusionForcingSection
 from fewstep.methods.gan import GANSection
+from fewstep.methods.sid import SiD, SiDSection
+from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSection
 from fewstep.models.api import FlowModel
 from fewstep.rollout.few_step import FewStep
 from tests.engines.worlds import LADDER, SHAPE, assert_same_bits, copied, dmd2, engine, sft
@@ -24,11 +28,18 @@ GIVEN = ("batch", "draw")
 
 CASES: dict[str, Callable[[], Method]] = {
     "sft": sft,
+    "diffusion forcing": lambda: DiffusionForcing(DiffusionForcingSection(cond_dropout=0.5, given_frames=1)),
+    "teacher forcing, noised history": lambda: TeacherForcing(TeacherForcingSection(history_sigma_max=0.4)),
+    "consistency": lambda: Consistency(ConsistencySection(nodes=7)),
     "dmd2, fresh, gan on the critic": dmd2,
     "dmd2, separate, gan on the teacher": lambda: dmd2(
         gan=GANSection(features="teacher", share_noise=True), critic_batches="separate"
     ),
     "dmd2, shared, warm-up": lambda: dmd2(gan=None, critic_batches="shared", critic_updates=3, critic_warmup_updates=4),
+    "sid, gan on the critic": lambda: SiD(
+        SiDSection(critic_updates=2, guidance_scale=3.0, gan=GANSection(student_weight=0.3)),
+        FewStep(LADDER, "renoise", SHAPE),
+    ),
 }
 LONG = ("sft", "dmd2, fresh, gan on the critic")
 """Restarted after three iterations of six; the others, for the sake of time, after two of four."""

@@ -12,10 +12,12 @@ from fewstep.data.api import Items
 from fewstep.data.batches import BatchSource
 from fewstep.data.order import BatchOrder
 from fewstep.engines.process import ProcessEngine
-from fewstep.engines.roles import Role, freeze
+from fewstep.engines.roles import AveragedRole, Role, freeze
+from fewstep.methods.api import Method
 from fewstep.methods.dmd2 import DMD2, DMD2Section
 from fewstep.methods.gan import GANSection
 from fewstep.methods.sft import SFT, SFTSection
+from fewstep.models.blocks import CausalSection
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import build
@@ -34,14 +36,14 @@ CPU = torch.device("cpu")
 
 
 class Tiles:
-    """13 small images of 4 channels in 5 classes."""
+    """13 small images of 4 channels in 5 classes; or clips of them."""
 
     classes = ("a", "b", "c", "d", "e")
-    shape = SHAPE
 
-    def __init__(self) -> None:
+    def __init__(self, num_frames: int = 1) -> None:
+        self.shape = (num_frames, *SHAPE[1:])
         generator = torch.Generator().manual_seed(5)
-        self.pixels = torch.randint(0, 256, (13, *SHAPE), generator=generator, dtype=torch.uint8)
+        self.pixels = torch.randint(0, 256, (13, *self.shape), generator=generator, dtype=torch.uint8)
         self.labels = torch.arange(13) % 5
 
     def __len__(self) -> int:
@@ -65,26 +67,31 @@ def dmd2(dtype: torch.dtype = torch.float32, **settings: Any) -> DMD2:
     return DMD2(DMD2Section(**values), FewStep(LADDER, "renoise", SHAPE, dtype=dtype))
 
 
-def network(seed: int, layers: int = 2) -> Wan:
+def network(seed: int, layers: int = 2, causal: CausalSection | None = None) -> Wan:
     """2 layers, 3 heads, 48 wide, classes with a null; nothing in it is zero."""
-    made = build(tiny_section(LABELS, layers=layers))
+    made = build(tiny_section(LABELS, layers=layers, causal=causal))
     randomise(made, seed)
     return made
 
 
-def networks(method: SFT | DMD2, *, same: Sequence[str] = ()) -> dict[str, nn.Module]:
+def networks(method: Method, *, same: Sequence[str] = ()) -> dict[str, nn.Module]:
     """A network for every role of the method, each with weights of its own; those of ``same`` are alike."""
     found: dict[str, nn.Module] = {}
-    for seed, name in enumerate(method.roles):
-        found[name] = network(0 if name in same else seed)
+    causal = CausalSection(block_frames=1) if needs_clips(method) else None
+    for seed, name in enumerate(name for name in method.roles if name != "ema"):
+        found[name] = network(0 if name in same else seed, causal=causal)
         if name == "discriminator":
             reads = method.gan.section.layers or (0,)  # type: ignore[union-attr]
             found[name] = randomise(Discriminator(48, len(reads)), seed)
     return found
 
 
+def needs_clips(method: Method) -> bool:
+    return getattr(method, "needs_causal", False)
+
+
 def engine(
-    method: SFT | DMD2,
+    method: Method,
     *,
     dtype: torch.dtype = torch.float32,
     micro_batch: int | None = None,
@@ -109,18 +116,21 @@ def engine(
     }
     conditioner: Any = roles["student"].network.conditioner
     codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
+    data = Tiles(3 if needs_clips(method) else 1)
     source = BatchSource(
-        Tiles(),
-        BatchOrder(seed, len(Tiles()), batch, method.num_batches),
+        data,
+        BatchOrder(seed, len(data), batch, method.num_batches),
         lambda pixels: codec.encode(pixels).to(masters),
         lambda labels: (conditioner.condition(labels), conditioner.null(len(labels))),
         CPU,
     )
     average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
+    if "ema" in method.roles:
+        roles["ema"] = AveragedRole(roles["student"], average)
     return ProcessEngine(method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch)
 
 
-def updates_of(method: SFT | DMD2, iterations: int) -> dict[str, int]:
+def updates_of(method: Method, iterations: int) -> dict[str, int]:
     """How often each trained role is updated in all."""
     phases = [phase for iteration in range(iterations) for phase in method.phases(iteration)]
     return {name: sum(name in phase.trains for phase in phases) for name in method.trained}
