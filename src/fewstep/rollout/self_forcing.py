@@ -1,0 +1,217 @@
+"""Self-forcing: the sampler of causal networks and, stopped on the way, their training rollout (arXiv:2506.08009).
+
+    for every block of frames
+        x_t <- noise
+        x0  <- denoise x_t down the ladder, seeing the finished blocks alone     (in training: down to a random stop)
+        the history goes on with x0
+
+The student's update needs no second rollout: given the finished blocks, all blocks are computed again in one forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fewstep.errors import UserError
+from fewstep.flow.path import add_noise, x0_from_velocity
+from fewstep.flow.sigmas import ladder
+from fewstep.flow.solvers import Solver
+from fewstep.models.api import CausalFlowModel
+from fewstep.models.blocks import CausalSection
+from fewstep.models.kv_cache import KVCache
+from fewstep.records import Batch, Rollout
+from fewstep.rng import Draw
+from fewstep.rollout.clip import Clip, given_blocks
+from fewstep.rollout.few_step import SamplingSection, Stopped, walk
+from fewstep.shapes import Keys, Latents, Sigma
+
+
+@dataclass(frozen=True)
+class SelfForcing:
+    """A sampler that makes a clip block by block, each from pure noise down ``sigmas`` against the finished ones.
+
+    shape: of one sample, ``(f, c, h, w)``, given frames included. dtype: of the noise, hence of the states (float32;
+    float64 in tests). The other fields are those of ``SamplingSection``, resolved; ``first_block_sigmas`` None is
+    ``sigmas``. How a clip is cut into blocks is the network's to say (``causal``).
+
+    The noise of a block is a function of the draw's keys and of the block's number, so a longer clip begins like a
+    shorter one.
+    """
+
+    sigmas: tuple[float, ...]
+    solver: Solver
+    shape: tuple[int, int, int, int]
+    guidance_scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    first_block_sigmas: tuple[float, ...] | None = None
+    history_sigma: float = 0.0
+    given_frames: int = 0
+    stop: Literal["shared", "block"] = "shared"
+
+    @classmethod
+    def of(
+        cls,
+        section: SamplingSection,
+        shape: tuple[int, int, int, int],
+        causal: CausalSection,
+        dtype: torch.dtype = torch.float32,
+    ) -> SelfForcing:
+        """The sampler that a recipe describes. Raises UserError where frames and blocks do not fit."""
+        num_blocks = len(causal.partition(shape[0]))
+        if given_blocks(causal, section.given_frames) >= num_blocks:
+            raise UserError(f"{section.given_frames} given frames leave nothing to make of a clip of {shape[0]}")
+        steps = section.first_block_steps
+        return cls(
+            section.resolved(),
+            section.solver,
+            shape,
+            section.guidance_scale,
+            dtype,
+            first_block_sigmas=ladder(steps, section.shift) if steps else None,
+            history_sigma=section.history_sigma,
+            given_frames=section.given_frames,
+            stop=section.stop,
+        )
+
+    def __call__(self, student: CausalFlowModel, batch: Batch, draw: Draw) -> Rollout:
+        """The training rollout: unguided, never past its stops, which are the same for the whole job.
+
+        All blocks stop at one random step (``stop`` shared) or each at its own; the first block draws one of its own
+        where it has another ladder. Frames that are given come from ``batch.x0``.
+        """
+        plain = dataclasses.replace(self, guidance_scale=1.0)
+        return plain._make(student, batch.cond, None, draw, self._drawn(draw), self._given(batch))
+
+    def again(self, student: CausalFlowModel, rollout: Rollout, batch: Batch) -> Latents:
+        """The rollout's ``x0`` once more, with gradient: a pass without gradient over the finished blocks, and one
+        forward of all blocks at their stops, each against the blocks before it. No gradient passes from block to block.
+
+        Valid while the student's weights are those that made the rollout. Given frames come back as they are.
+        """
+        given, block = rollout.given, given_blocks(student.causal, rollout.given)
+        history = self.history(student, rollout, batch.cond)
+        x_stop, sigma = rollout.x_stop[:, given:], rollout.sigma_stop[:, given:]
+        x0 = x0_from_velocity(x_stop, student.velocity_given(x_stop, sigma, batch.cond, history, block), sigma)
+        return torch.cat([rollout.x0[:, :given], x0], 1) if given else x0
+
+    def sample(
+        self,
+        model: CausalFlowModel,
+        cond: Any,
+        uncond: Any | None,
+        draw: Draw,
+        stop: int | None = None,
+        given: Latents | None = None,
+    ) -> Rollout:
+        """Samples from pure noise; ``stop`` (an index into the ladder of every block, its last at most) ends each block
+        early with the prediction at that step.
+
+        given: the clean frames that the clip begins with, ``[b k c h w]``; they come back unchanged. Raises UserError
+        where they are not ``given_frames`` (if that is not 0), not whole blocks, or the whole clip.
+        """
+
+        def at(block: int) -> int:
+            last = len(self.ladder(block)) - 1
+            return last if stop is None else min(stop, last)
+
+        return self._make(model, cond, uncond, draw, at, given)
+
+    def block(self, clip: Clip, draw: Draw, stop: int | None = None) -> tuple[Stopped, Latents]:
+        """The next block of the clip, which goes on with it; and the block as later ones see it."""
+        number, sigmas = clip.block, self.ladder(clip.block)
+        shape = (clip.next_frames, *self.shape[1:])
+        last = len(sigmas) - 1 if stop is None else stop
+        stopped = walk(
+            clip.velocity,
+            draw.normal(f"block.{number}.noise", shape, dtype=self.dtype),
+            [self.level(sigma, shape[0], draw.key) for sigma in sigmas[: last + 1]],
+            self.solver,
+            lambda step: draw.normal(f"block.{number}.renoise.{step}", shape, dtype=self.dtype),
+        )
+        return stopped, self.finish(clip, stopped.x0, draw)
+
+    def finish(self, clip: Clip, x0: Latents, draw: Draw) -> Latents:
+        """The clip goes on with ``x0``, its next block, at ``history_sigma``; returned as later blocks see it."""
+        if self.history_sigma == 0.0:
+            clip.append(x0)
+            return x0
+        sigma = self.level(self.history_sigma, x0.shape[1], draw.key)
+        noise = draw.normal(f"block.{clip.block}.history", tuple(x0.shape[1:]), dtype=self.dtype)
+        seen = add_noise(x0, noise, sigma)
+        clip.append(seen, sigma)
+        return seen
+
+    def ladder(self, block: int) -> tuple[float, ...]:
+        """The noise levels of block number ``block``."""
+        return self.sigmas if block or self.first_block_sigmas is None else self.first_block_sigmas
+
+    def level(self, sigma: float, frames: int, key: Keys) -> Sigma:
+        """One noise level for ``frames`` frames of every row."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.full((len(key), frames), sigma, dtype=wide, device=key.device)
+
+    @torch.no_grad()
+    def history(self, student: CausalFlowModel, rollout: Rollout, cond: Any) -> KVCache | None:
+        """What the last block of a rollout sees, from which nothing is evicted; None where it sees nothing."""
+        seen = rollout.x0 if rollout.history is None else rollout.history
+        frames = student.causal.start(len(student.causal.partition(seen.shape[1])) - 1)
+        if frames == 0:
+            return None
+        sigma = self.level(self.history_sigma, frames, rollout.key)
+        sigma[:, : rollout.given] = 0.0
+        return student.prefill(seen[:, :frames], cond, sigma)
+
+    def _make(
+        self,
+        model: CausalFlowModel,
+        cond: Any,
+        uncond: Any | None,
+        draw: Draw,
+        stop_of: Callable[[int], int],
+        given: Latents | None,
+    ) -> Rollout:
+        sizes, frames = model.causal.partition(self.shape[0]), 0 if given is None else given.shape[1]
+        self._check_given(frames)
+        clip = Clip(model, cond, uncond, scale=self.guidance_scale, given=given)
+        first = clip.block
+        made = [self.block(clip, draw, stop_of(block)) for block in range(first, len(sizes))]
+        start = () if given is None else (given,)
+        x_t, sigma, x0 = (torch.cat(parts, 1) for parts in zip(*(stopped for stopped, _ in made), strict=True))
+        return Rollout(
+            draw.key,
+            stop_of(len(sizes) - 1),
+            torch.cat([*start, x_t], 1),
+            torch.cat([self.level(0.0, frames, draw.key), sigma], 1),
+            torch.cat([*start, x0], 1),
+            given=frames,
+            history=torch.cat([*start, *(seen for _, seen in made)], 1) if self.history_sigma else None,
+        )
+
+    def _drawn(self, draw: Draw) -> Callable[[int], int]:
+        """The random stop of every block."""
+        shared = draw.shared_index("stop", len(self.sigmas))
+
+        def of(block: int) -> int:
+            if self.stop == "shared" and self.ladder(block) == self.sigmas:
+                return shared
+            return draw.shared_index(f"stop.{block}", len(self.ladder(block)))
+
+        return of
+
+    def _given(self, batch: Batch) -> Latents | None:
+        if not self.given_frames:
+            return None
+        if batch.x0 is None:
+            raise UserError(f"given_frames {self.given_frames}: the data hold no latents that could be given")
+        return batch.x0[:, : self.given_frames]
+
+    def _check_given(self, frames: int) -> None:
+        if self.given_frames and frames != self.given_frames:
+            raise UserError(f"this sampler continues {self.given_frames} given frames, and got {frames}")
+        if frames >= self.shape[0]:
+            raise UserError(f"{frames} given frames leave nothing to make of a clip of {self.shape[0]}")
