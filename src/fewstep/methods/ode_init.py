@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fewstep.flow.path import x0_from_velocity
-from fewstep.methods.api import Phase
+from fewstep.methods.api import Phase, StudentRollout
 from fewstep.models.api import FlowModel
 from fewstep.models.blocks import CausalSection, spread
 from fewstep.records import Batch, Trajectory
@@ -46,7 +46,8 @@ class TrajectoriesSection(Section):
     dtype: Literal["float32", "float16"] = "float32"
     """What they are stored in; ``float16`` halves the disk space and rounds latents to three digits."""
     shard: int = Field(default=64, ge=1)
-    """Trajectories that are made at once and written as one file: what an interruption can lose."""
+    """Trajectories of one file: the most that an interruption can lose. They are made at once, or in pieces of
+    ``engine.micro_batch``."""
 
 
 class OdeInitSection(Section):
@@ -84,7 +85,7 @@ class OdeInit:
         """What makes the trajectories."""
 
     @classmethod
-    def of(cls, section: OdeInitSection, rollout: Any) -> OdeInit:
+    def of(cls, section: OdeInitSection, rollout: StudentRollout) -> OdeInit:
         """The method of a recipe, for the ladder of its rollout. Raises UserError if the grid does not contain it."""
         return cls(section, rollout.sigmas)
 

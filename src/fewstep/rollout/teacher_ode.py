@@ -90,7 +90,8 @@ class TeacherODE:
             if scale == 1.0:
                 return teacher.velocity_given(x_t, sigma, told, history, 0)
             both = teacher.velocity_given(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), told, history, 0)
-            return guide(*both.chunk(2), scale)
+            with_cond, without_cond = both.chunk(2)
+            return guide(with_cond, without_cond, scale)
 
         return velocity
 
