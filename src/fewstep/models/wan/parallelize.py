@@ -17,6 +17,8 @@ def compile_blocks(model: Wan, **options: Any) -> None:
 
     options: handed to ``torch.compile``.
     """
+    compiler: Any = torch._dynamo.config
+    compiler.recompile_limit = max(compiler.recompile_limit, 64)  # a role has several masks, a run several roles
     for block in model.blocks:
         block.compile(fullgraph=True, **options)
 
