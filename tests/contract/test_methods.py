@@ -18,6 +18,7 @@ from fewstep.methods.api import Method
 from fewstep.methods.consistency import Consistency, ConsistencySection
 from fewstep.methods.diffusion_forcing import DiffusionForcing, DiffusionForcingSection
 from fewstep.methods.gan import GANSection
+from fewstep.methods.ode_init import OdeInit, OdeInitSection
 from fewstep.methods.sid import SiD, SiDSection
 from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSection
 from fewstep.models.api import FlowModel
@@ -30,6 +31,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "sft": sft,
     "diffusion forcing": lambda: DiffusionForcing(DiffusionForcingSection(cond_dropout=0.5, given_frames=1)),
     "teacher forcing, noised history": lambda: TeacherForcing(TeacherForcingSection(history_sigma_max=0.4)),
+    "ode init": lambda: OdeInit(OdeInitSection(nodes=10, shift=1.0), LADDER),
     "consistency": lambda: Consistency(ConsistencySection(nodes=7)),
     "dmd2, fresh, gan on the critic": dmd2,
     "dmd2, separate, gan on the teacher": lambda: dmd2(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fewstep.engines.roles import AveragedRole, Role, freeze
 from fewstep.methods.api import Method
 from fewstep.methods.dmd2 import DMD2, DMD2Section
 from fewstep.methods.gan import GANSection
+from fewstep.methods.ode_init import OdeInit
 from fewstep.methods.sft import SFT, SFTSection
 from fewstep.models.blocks import CausalSection
 from fewstep.models.codec import IdentityCodec, IdentitySection
@@ -25,6 +27,8 @@ from fewstep.models.wan.model import Wan
 from fewstep.optim.ema import EMA, EMASection
 from fewstep.optim.optimizer import OptimizerSection, RoleOptimizer
 from fewstep.optim.schedule import ScheduleSection
+from fewstep.records import Batch, Trajectory
+from fewstep.rng import Draw
 from fewstep.rollout.few_step import FewStep
 from tests.models.tiny import LABELS, randomise, tiny_section
 
@@ -52,6 +56,17 @@ class Tiles:
     def items(self, ids: Sequence[int] | Tensor) -> Items:
         index = torch.as_tensor(ids)
         return Items(self.pixels[index], self.labels[index])
+
+
+class TracedBatches(BatchSource):
+    """Batches with trajectories whose values are drawn at random, by item."""
+
+    def batch(self, iteration: int, slot: int = 0) -> Batch:
+        found, ids = super().batch(iteration, slot), self.order.ids(iteration, slot)
+        assert found.x0 is not None
+        shape = (len(LADDER) + 1, *found.x0.shape[1:])
+        path = Draw(0, "trajectories", 0, ids).normal("path", shape, dtype=found.x0.dtype)
+        return replace(found, trajectory=Trajectory(ids, path[:, :-1], path[:, -1]))
 
 
 def sft(**settings: Any) -> SFT:
@@ -117,7 +132,7 @@ def engine(
     conditioner: Any = roles["student"].network.conditioner
     codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
     data = Tiles(3 if needs_clips(method) else 1)
-    source = BatchSource(
+    source = (TracedBatches if isinstance(method, OdeInit) else BatchSource)(
         data,
         BatchOrder(seed, len(data), batch, method.num_batches),
         lambda pixels: codec.encode(pixels).to(masters),

@@ -3,8 +3,9 @@
 from fewstep.methods.consistency import Consistency
 from fewstep.methods.diffusion_forcing import DiffusionForcing
 from fewstep.methods.dmd2 import DMD2
+from fewstep.methods.ode_init import OdeInit
 from fewstep.methods.sft import SFT
 from fewstep.methods.sid import SiD
 from fewstep.methods.teacher_forcing import TeacherForcing
 
-METHODS = (SFT, DiffusionForcing, TeacherForcing, Consistency, DMD2, SiD)
+METHODS = (SFT, DiffusionForcing, TeacherForcing, OdeInit, Consistency, DMD2, SiD)
