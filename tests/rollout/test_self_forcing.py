@@ -413,7 +413,7 @@ def test_given_frames_that_do_not_fit_are_refused_with_both_numbers():
     with pytest.raises(UserError, match="given_frames 3: the data hold no latents"):
         sampler({"block_frames": 3}, given_frames=3)(model, batch(), draw())
     alone = CausalSection(block_frames=3, first_frame_alone=True)
-    with pytest.raises(UserError, match="3 given frames .* 3 frames, the first frame alone; give 1 or 4"):
+    with pytest.raises(UserError, match=r"3 given frames .* 3 frames, the first frame alone; give 1 or 4"):
         SelfForcing.of(SamplingSection(steps=2, given_frames=3), (7, *CHW), alone)
     with pytest.raises(UserError, match="7 given frames leave nothing to make of a clip of 7"):
         SelfForcing.of(SamplingSection(steps=2, given_frames=7), (7, *CHW), alone)
@@ -443,7 +443,7 @@ def test_settings_of_blocks_are_refused_for_a_network_that_sees_the_whole_clip(s
 
 
 def test_a_clip_that_blocks_do_not_fill_is_refused_with_both_numbers():
-    with pytest.raises(UserError, match="7 latent frames cannot be cut into blocks of 3 .* 6 or 9"):
+    with pytest.raises(UserError, match=r"7 latent frames cannot be cut into blocks of 3 .* 6 or 9"):
         sampler_of(SamplingSection(steps=2), (7, *CHW), CausalSection(block_frames=3))
 
 

@@ -52,18 +52,27 @@ class Clip:
         """Frames of the block that comes next."""
         return self.causal.start(self.block + 1) - self.causal.start(self.block)
 
-    def tell(self, cond: Any) -> None:
-        """The conditioning from the next block on; what is finished was made with the one before."""
-        self._catch_up()
+    def tell(self, cond: Any, recache: Iterable[tuple[Latents, Sigma | None]] | None = None) -> None:
+        """The conditioning from the next block on; what is finished was made with the one before.
+
+        recache: the finished blocks that are still in sight, from which the history is computed anew under ``cond``.
+        """
+        if recache is None:
+            self._catch_up()
         both = cond if self.scale == 1.0 else concat([cond, self._uncond])
         self._told = self.model.tell(both)
+        if recache is not None:
+            self._rebuild(recache)
 
     def velocity(self, x_t: Latents, sigma: Sigma, *, together: bool = False) -> Latents:
         """The (guided) velocity of the next block, or of the next blocks ``together``."""
         self._catch_up()
         rows, level = self._rows(x_t), self._rows(sigma)
         found = self.model.velocity_given(rows, level, self._told, self._history, self.block, together=together)
-        return found if self.scale == 1.0 else guide(*found.chunk(2), self.scale)
+        if self.scale == 1.0:
+            return found
+        with_cond, without_cond = found.chunk(2)
+        return guide(with_cond, without_cond, self.scale)
 
     def append(self, x0: Latents, sigma: Sigma | None = None) -> None:
         """The next block is finished; ``sigma`` is the noise level at which later ones see it, 0 when left out."""
@@ -71,18 +80,17 @@ class Clip:
         self._finished = (x0, sigma)
         self.block += 1
 
-    def rebuild(self, blocks: Iterable[tuple[Latents, Sigma | None]]) -> None:
-        """The history computed anew, under the conditioning of now, from the finished blocks that are still in sight."""
+    def _catch_up(self) -> None:
+        if self._finished is not None:
+            self._append(*self._finished)
+            self._finished = None
+
+    def _rebuild(self, blocks: Iterable[tuple[Latents, Sigma | None]]) -> None:
         self._history, self._finished = None, None
         for x0, sigma in blocks:
             self._append(x0, sigma)
         if self._history is not None:
             self._history = replace(self._history, num_frames=self.causal.start(self.block))
-
-    def _catch_up(self) -> None:
-        if self._finished is not None:
-            self._append(*self._finished)
-            self._finished = None
 
     def _append(self, x0: Latents, sigma: Sigma | None) -> None:
         level = None if sigma is None else self._rows(sigma)

@@ -91,7 +91,7 @@ def walk(
     solver: Solver,
     fresh: Callable[[int], Latents],
 ) -> Stopped:
-    """From ``x_t`` at the first of the noise levels down to the last, and the prediction there: one network call a level.
+    """From ``x_t`` at the first of the noise levels to the last, and the prediction there: one network call a level.
 
     fresh: the noise that is added after step 0, 1, ... by the solver ``renoise``.
     """
