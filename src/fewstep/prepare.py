@@ -27,6 +27,7 @@ from fewstep.observe.sinks import missing_packages
 from fewstep.optim.optimizer import OptimizerSection
 from fewstep.optim.schedule import ScheduleSection
 from fewstep.rollout.few_step import FewStep
+from fewstep.rollout.sampler import Sampler, sampler_of
 
 Shape = tuple[int, int, int, int]
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -54,7 +55,7 @@ class Plan:
 
     recipe: Recipe
     method: Method
-    sampler: FewStep
+    sampler: Sampler
     dataset: Dataset
     codec: IdentityCodec
     roles: dict[str, RolePlan]
@@ -113,11 +114,14 @@ def prepare(recipe: Recipe) -> Plan:
     if recipe.engine.compile and device.type == "cpu":
         raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
     dataset, codec = open_dataset(recipe.data), IdentityCodec(recipe.codec)
-    sampler = FewStep.of(recipe.sampling, dataset.shape, dtype=torch.promote_types(precision, torch.float32))
-    method = method_of(recipe).of(recipe.method, sampler)
-    roles = plan_roles(recipe, method)
+    known = method_of(recipe)
+    roles = plan_roles(recipe, known.of(recipe.method, FewStep.of(recipe.sampling, dataset.shape)))
+    student = roles["student"].model
+    wide = torch.promote_types(precision, torch.float32)
+    sampler = sampler_of(recipe.sampling, dataset.shape, student.causal if student else None, wide)
+    method = known.of(recipe.method, sampler)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
-    errors = [*misfits(plan), *odd_numbers(plan), *missing_packages(recipe.observe)]
+    errors = [*misfits(plan), *misfits_of_blocks(plan), *odd_numbers(plan), *missing_packages(recipe.observe)]
     if errors:
         raise UserErrors(errors)
     return plan
@@ -205,6 +209,19 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
             f"its network is conditioned on {classes or 'no'} classes ({model.conditioner.name}), the data set has "
             f"{len(plan.dataset.classes)}; take another network or other data"
         )
+
+
+def misfits_of_blocks(plan: Plan) -> Iterator[str]:
+    """What of the cut into blocks does not suit the method."""
+    cuts = {name: role.model.causal for name, role in plan.roles.items() if role.model is not None}
+    if getattr(plan.method, "needs_causal", False) and cuts["student"] is None:
+        yield (
+            f"student.causal: method '{plan.recipe.method.name}' trains a causal student; write student.causal: "
+            "{block_frames: 3}, or other whole blocks of the data's frames"
+        )
+    misfits = getattr(plan.method, "misfits", None)
+    if misfits is not None:
+        yield from misfits(cuts["student"], cuts.get("teacher"))
 
 
 def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:

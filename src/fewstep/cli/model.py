@@ -15,7 +15,8 @@ from fewstep.errors import UserError
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.families import ModelSection, build
 from fewstep.prepare import PRECISIONS
-from fewstep.rollout.few_step import FewStep, SamplingSection
+from fewstep.rollout.few_step import SamplingSection
+from fewstep.rollout.sampler import Sampler, sampler_of
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class LoadedModel:
         path = self.source.path.resolve()
         return f"{path.parents[1].name}-{path.name}" if self.source.kind == "checkpoint" else path.name
 
-    def sampler(self, sampling: SamplingSection) -> FewStep:
-        """The sampler of this model that ``sampling`` describes."""
-        return FewStep.of(sampling, self.shape, torch.promote_types(self.role.precision, torch.float32))
+    def sampler(self, sampling: SamplingSection, num_frames: int | None = None) -> Sampler:
+        """The sampler of this model that ``sampling`` describes, of clips of the trained length or of another one."""
+        shape = (num_frames or self.shape[0], *self.shape[1:])
+        return sampler_of(sampling, shape, self.role.causal, torch.promote_types(self.role.precision, torch.float32))
 
 
 def load_model(path: Path, *, raw: bool = False, device: str = "auto") -> LoadedModel:
