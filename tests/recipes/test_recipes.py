@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from fewstep.checkpoint.source import open_source
-from fewstep.cli.shipped import shipped_recipes
 from fewstep.config import load_recipe
-from tests.recipes.tiny_runs import World, tensors, values
+from tests.recipes.tiny_runs import World, in_order, tensors, values
 
-RECIPES = sorted(shipped_recipes(), key=lambda name: ("sft" not in name, name))
-"""Teachers first: the others start from them."""
+RECIPES = in_order()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def test_three_iterations_of_every_recipe(world: World, name: str):
     assert source.stage == ("teacher" if recipe.teacher is None else "student")
     assert source.sampling is not None
     assert tuple(source.sampling["sigmas"]) == recipe.sampling.resolved()
-    assert source.latent_shape == (1, 1, recipe.data.size, recipe.data.size)
+    assert source.latent_shape == (getattr(recipe.data, "frames", 1), 1, recipe.data.size, recipe.data.size)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -56,14 +56,15 @@ class World:
         return cls(path)
 
     def overrides(self, name: str, iterations: int) -> list[str]:
-        """What makes a shipped recipe tiny; its teacher is the run of that name in this world."""
-        method = shipped_recipes()[name].stem
+        """What makes a shipped recipe tiny; the runs that it starts from are those of this world."""
+        recipe = load_recipe(shipped_recipes()[name])
         places = [f"data.path={self.path / 'data'}", f"validation.extractor.cache={self.path / 'cache'}"]
-        if method.startswith("sft"):
-            model = [f"student.model.{key}={value}" for key, value in MODEL.items()]
-        else:
-            model = [f"teacher.init={self.path / name.replace(method, 'sft')}"]
-        return [*SIZES, f"iterations={iterations}", *places, *model]
+        if recipe.student.init == "random":
+            places += [f"student.model.{key}={value}" for key, value in MODEL.items()]
+        if recipe.method.name == "ode_init":
+            places += ["method.nodes=6", "method.trajectories.count=8"]
+        starts = [f"{role}.init={self.path / origin}" for role, origin in origins(name).items()]
+        return [*SIZES, f"iterations={iterations}", *places, *starts]
 
     def recipe(self, name: str, *more: str, iterations: int = 3) -> Recipe:
         return load_recipe(shipped_recipes()[name], [*self.overrides(name, iterations), *more])
@@ -77,6 +78,30 @@ class World:
         run = RunFolder.existing(place) if resume else RunFolder.create(place)
         assert train(prepare(self.recipe(name, *more, iterations=iterations)), run, resume=resume)
         return run
+
+
+def origins(name: str) -> dict[str, str]:
+    """For every role of a shipped recipe that starts from a run, the shipped recipe that makes this run."""
+    recipes = {load_recipe(path).name: other for other, path in shipped_recipes().items()}
+    recipe = load_recipe(shipped_recipes()[name])
+    sections = {role: getattr(recipe, role) for role in ("student", "teacher", "critic")}
+    starts = {role: section.init for role, section in sections.items() if section is not None}
+    return {role: recipes[init.removeprefix("runs/")] for role, init in starts.items() if init.startswith("runs/")}
+
+
+def in_order() -> list[str]:
+    """The shipped recipes, each after those that it starts from."""
+    found: list[str] = []
+
+    def add(name: str) -> None:
+        for origin in origins(name).values():
+            add(origin)
+        if name not in found:
+            found.append(name)
+
+    for name in sorted(shipped_recipes()):
+        add(name)
+    return found
 
 
 def tensors(run: RunFolder, iteration: int) -> dict[str, dict[str, Tensor]]:
