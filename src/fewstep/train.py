@@ -26,12 +26,14 @@ from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import AveragedRole, Role, freeze
 from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
+from fewstep.methods.ode_init import OdeInit
 from fewstep.models.wan.parallelize import compile_blocks, compile_whole
 from fewstep.observe.observer import Observer
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
 from fewstep.prepare import Plan
 from fewstep.rng import generator
+from fewstep.trajectories import generate, trajectory_batches
 
 FREE_AT_RESUME = ("name", "iterations", "checkpoint", "validation", "observe", "engine", "plugins")
 """Sections that may change when a run goes on; any other would make it a run that no recipe describes."""
@@ -43,9 +45,11 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
 
     Returns True if the last iteration was reached, False if Ctrl-C or SIGTERM ended the run before; either way the last
     finished iteration is in a checkpoint. ``iterations`` is the total, however often a run was resumed. ``go_on``: what
-    the user is told to do after an interruption.
+    the user is told to do after an interruption. Trajectories that the method trains on are made first, if they are
+    missing; Ctrl-C there raises KeyboardInterrupt, and what is finished is kept.
     """
     recipe = plan.recipe
+    generate(plan)
     with run.lock(), StopRequest() as stop:
         engine = assemble(plan)
         check = validator(plan, engine, run)
@@ -88,9 +92,11 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
 
 def assemble(plan: Plan) -> ProcessEngine:
     """Networks with their weights, optimizers, EMA and data, on the plan's device."""
-    networks, recipe = plan.networks("cpu"), plan.recipe
+    offline, recipe = getattr(plan.method, "offline", ()), plan.recipe  # roles that no iteration needs
+    networks = {name: network for name, network in plan.networks("cpu").items() if name not in offline}
     loaded: dict[tuple[Any, str], dict[str, Tensor]] = {}
-    for name, role in plan.roles.items():
+    for name in networks:
+        role = plan.roles[name]
         if role.source is None:
             networks[name].initialise(generator(recipe.seed, role.drawn_for))  # type: ignore[operator]
             continue
@@ -133,8 +139,13 @@ def batch_source(plan: Plan, student: Role) -> BatchSource:
     def condition(labels: Tensor) -> tuple[Any, Any]:
         return conditioner.condition(labels), conditioner.null(len(labels), labels.device)
 
+    def encode(pixels: Tensor) -> Tensor:
+        return plan.codec.encode(pixels).to(dtype)
+
+    if isinstance(plan.method, OdeInit):
+        return trajectory_batches(plan, encode, condition)
     order = BatchOrder(recipe.seed, len(plan.dataset), recipe.data.batch, plan.method.num_batches)
-    return BatchSource(plan.dataset, order, lambda pixels: plan.codec.encode(pixels).to(dtype), condition, plan.device)
+    return BatchSource(plan.dataset, order, encode, condition, plan.device)
 
 
 def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | None:

@@ -41,6 +41,9 @@ def generate(plan: Plan, *, rank: int = 0, world: int = 1, console: Console | No
     """
     if not isinstance(plan.method, OdeInit):
         return
+    count, batch = plan.method.section.trajectories.count, plan.recipe.data.batch
+    if count < batch:
+        raise UserError(f"method.trajectories.count = {count}: a batch has {batch} rows (data.batch); write more")
     console, weights = console or Console(), teacher_weights(plan)
     folder = _folder(plan, plan.method, weights)
     missing = folder.missing()

@@ -16,6 +16,7 @@ from fewstep.cli.export import export
 from fewstep.cli.report import report
 from fewstep.cli.sample import sample
 from fewstep.cli.train import train
+from fewstep.cli.trajectories import trajectories
 
 app = typer.Typer(
     name="fewstep",
@@ -51,6 +52,7 @@ def fewstep(
 COMMANDS = {
     "demo": demo,
     "train": train,
+    "trajectories": trajectories,
     "sample": sample,
     "eval": evaluate,
     "export": export,
