@@ -260,3 +260,38 @@ def test_the_command_makes_trajectories_and_refuses_methods_without_them(world: 
     assert "write 0 to 1" in call(recipe, "--rank", 2, "--world", 2, code=2)
     assert "method.nodes: 8" in call(recipe, "method.nodes=9", code=2)
     assert "trains on no trajectories" in call(world / "teacher-0", code=2)
+
+
+@pytest.mark.parametrize(
+    ("causal", "stop_per"),
+    [(None, "sample"), ({"block_frames": 2}, "block"), ({"block_frames": 1, "first_frame_alone": True}, "block")],
+    ids=["KD", "CausVid", "CausVid, first frame alone"],
+)
+def test_a_bidirectional_teacher_trains_a_bidirectional_student_and_a_causal_one(
+    bidirectional: Path, tmp_path: Path, causal: dict[str, Any] | None, stop_per: str
+):
+    student = {"init": "teacher", "optimizer": OPTIMIZER, "causal": causal}
+    forms = {"student": student, "teacher": {"init": str(bidirectional / "teacher")}}
+    made = plan(bidirectional, tmp_path / "t", stop_per=stop_per, **forms)
+    assert train(made, RunFolder.create(tmp_path / "run"))
+    other = {"sample": "block", "block": "sample"}[stop_per]
+    with pytest.raises(UserErrors, match=rf"method\.stop_per = {other}: .*write {stop_per}"):
+        plan(bidirectional, tmp_path / "t", stop_per=other, **forms)
+
+
+def test_a_causal_teacher_trains_no_bidirectional_student_and_none_of_other_blocks(world: Path, bidirectional: Path):
+    student = {"init": str(bidirectional / "teacher"), "optimizer": OPTIMIZER}
+    with pytest.raises(UserErrors, match=r"write student\.causal like the teacher's"):
+        plan(world, world / "kept", student=student)
+    with pytest.raises(UserErrors, match="it makes blocks of 1 frames, the teacher of 2 frames"):
+        plan(world, world / "kept", student={**student, "causal": {"block_frames": 1}})
+
+
+@pytest.fixture(scope="module")
+def bidirectional(world: Path) -> Path:
+    """The same data, and a teacher that sees whole clips."""
+    model = {"family": "wan", "size": "nano", "conditioner": {"name": "class_label", "classes": 20}, **MODEL}
+    student = {"init": "random", "model": model, "optimizer": OPTIMIZER}
+    recipe = values(world, method={"name": "sft"}, student=student, teacher=None, iterations=2)
+    assert train(prepare(Recipe.model_validate(recipe)), RunFolder.create(world / "teacher"))
+    return world
