@@ -258,6 +258,88 @@ METHODS = (
            ("methods/test_gan.py::test_real_and_fake_get_noise_and_noise_level_of_their_own",)),
 )
 
+CAUSAL_METHODS = (
+    Mutant("given-frames-noised", "methods/diffusion_forcing.py",
+           "return pad(sigma[:, given:], (given, 0))",
+           "return sigma",
+           ("methods/test_diffusion_forcing.py::test_given_frames_enter_clean_and_leave_the_loss",)),
+    Mutant("given-frames-in-the-loss", "methods/diffusion_forcing.py",
+           "error[:, given:].mean(1)",
+           "error.mean(1)",
+           ("methods/test_diffusion_forcing.py::test_given_frames_enter_clean_and_leave_the_loss",)),
+    Mutant("one-noise-level-a-clip", "methods/diffusion_forcing.py",
+           "section.sigma.sigma(u.flatten()).view_as(u)",
+           "section.sigma.sigma(u[:, 0])[:, None].expand_as(u)",
+           ("methods/test_diffusion_forcing.py::"
+            "test_the_loss_is_the_weighted_error_of_the_velocity_with_one_noise_level_a_block",)),
+    Mutant("weight-at-another-shift", "methods/diffusion_forcing.py",
+           "bsmntw(sigma, section.shift)",
+           "bsmntw(sigma, 1.0)",
+           ("methods/test_diffusion_forcing.py::"
+            "test_the_loss_is_the_weighted_error_of_the_velocity_with_one_noise_level_a_block",)),
+    Mutant("teacher-forcing-without-its-history", "methods/teacher_forcing.py",
+           "batch, draw, clean=x0)",
+           "batch, draw)",
+           ("methods/test_teacher_forcing.py::"
+            "test_the_loss_is_that_of_every_block_against_the_history_of_the_data",)),
+    Mutant("noised-history-called-clean", "methods/teacher_forcing.py",
+           "clean=clean, clean_sigma=sigma)",
+           "clean=clean)",
+           ("methods/test_teacher_forcing.py::"
+            "test_the_loss_is_that_of_every_block_against_the_history_of_the_data",)),
+    Mutant("history-with-the-noise-of-the-blocks", "methods/teacher_forcing.py",
+           'draw_noise(draw, "history.noise", x0)',
+           'draw_noise(draw, "noise", x0)',
+           ("methods/test_teacher_forcing.py::"
+            "test_a_noised_history_has_one_level_a_block_up_to_the_highest_and_noise_that_is_not_the_blocks",)),
+    Mutant("step-between-stored-levels", "methods/consistency.py",
+           "(sigma_next - sigma).float()",
+           "(sigma_next.float() - sigma.float())",
+           ("methods/test_consistency.py::test_the_step_is_exact_to_a_millionth_however_small_it_is",)),
+    Mutant("target-at-the-students-own-level", "methods/consistency.py",
+           "predict(ema, pair.x_next, pair.sigma_next, batch)",
+           "predict(ema, pair.x_t, pair.sigma, batch)",
+           ("methods/test_consistency.py::"
+            "test_the_target_is_x0_of_the_average_at_the_next_level_and_the_loss_its_squared_distance",)),
+    Mutant("last-interval-never-learnt", "methods/consistency.py",
+           "return self.nodes - (not self.last_interval)",
+           "return self.nodes - 1",
+           ("methods/test_consistency.py::test_every_interval_is_drawn_alike_one_a_sample_for_all_frames",)),
+    Mutant("consistency-without-history", "methods/consistency.py",
+           '{"clean": batch.x0} if getattr(model, "causal", None) else {}',
+           "{}",
+           ("methods/test_consistency.py::"
+            "test_a_pair_is_one_guided_euler_step_of_the_teacher_on_the_clean_history",)),
+    Mutant("guidance-without-history", "models/guided.py",
+           "twice = concat([forced, forced])",
+           "twice = {}",
+           ("methods/test_consistency.py::"
+            "test_a_pair_is_one_guided_euler_step_of_the_teacher_on_the_clean_history",)),
+    Mutant("sid-gradient-through-the-scale", "methods/sid.py",
+           ".detach().clamp_min(eps)",
+           ".clamp_min(eps)",
+           ("methods/test_sid.py::test_no_gradient_flows_through_the_scale",)),
+    Mutant("sid-not-through-x", "methods/sid.py",
+           "return sid_loss(x0, x0_teacher",
+           "return sid_loss(x0.detach(), x0_teacher",
+           ("methods/test_sid.py::test_the_gradient_agrees_with_finite_differences_of_the_loss",)),
+    Mutant("scores-of-noised-given-frames", "methods/dmd2.py",
+           '"sigma", rollout.x0, rollout.given)',
+           '"sigma", rollout.x0)',
+           ("methods/test_given_frames.py::"
+            "test_the_dmd_gradient_is_that_of_a_mean_over_the_frames_that_the_student_made",)),
+    Mutant("critic-learns-given-frames", "methods/dmd2.py",
+           "batch.cond, given=given)}",
+           "batch.cond, given=0)}",
+           ("methods/test_given_frames.py::"
+            "test_the_critics_loss_is_the_mean_over_the_frames_that_the_student_made",)),
+    Mutant("gradient-on-given-frames", "methods/dmd2.py",
+           "gradient[:, :given] = 0",
+           "gradient[:, :0] = 0",
+           ("methods/test_given_frames.py::"
+            "test_the_sid_loss_is_the_mean_over_the_frames_that_the_student_made",)),
+)
+
 ENGINE = (
     Mutant("ema-on-critic-updates", "engines/process.py",
            'if "student" in phase.trains:',
@@ -376,6 +458,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *CAUSAL,
     *ROLLOUT,
     *METHODS,
+    *CAUSAL_METHODS,
     *ENGINE,
     *TRAINING,
     *CHECKPOINTS,
