@@ -15,6 +15,7 @@ from fewstep.cli.evaluate import evaluate
 from fewstep.cli.export import export
 from fewstep.cli.report import report
 from fewstep.cli.sample import sample
+from fewstep.cli.stream import stream
 from fewstep.cli.train import train
 from fewstep.cli.trajectories import trajectories
 
@@ -54,6 +55,7 @@ COMMANDS = {
     "train": train,
     "trajectories": trajectories,
     "sample": sample,
+    "stream": stream,
     "eval": evaluate,
     "export": export,
     "report": report,

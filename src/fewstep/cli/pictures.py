@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from fewstep.cli.model import LoadedModel
 from fewstep.data.api import Labels
 from fewstep.errors import UserError
 from fewstep.evaluate.api import PixelValues
-from fewstep.evaluate.picture import save_grid, save_pictures
+from fewstep.evaluate.clip import mp4_writer, save_clip_grid, save_gif, save_mp4
+from fewstep.evaluate.picture import draw_frames, save_grid, save_pictures, to_uint8
 from fewstep.evaluate.sample import generate
 
 COLUMNS = 16
 """Pictures in one row of a grid, at most."""
 COMPARED_STEPS = (4, 2, 1)
+STILLS, CLIPS = (".png",), (".gif", ".mp4")
 
 
 def choose_labels(wanted: Sequence[str], classes: tuple[str, ...], num: int | None) -> Labels:
@@ -44,26 +50,36 @@ def changes(classes: Sequence[str], *, raw: bool, guidance: float | None, num: i
     """What the default name of a picture says of each setting that was asked for, so that no other picture is
     overwritten; empty where none was. What is unfit for file names becomes ``_``."""
     return [
-        *(["".join(c if c.isalnum() or c in "-_." else "_" for c in "-".join(["label", *classes]))] if classes else []),
+        *([fit("-".join(["label", *classes]))] if classes else []),
         *(["raw"] if raw else []),
         *([f"guidance{guidance:.15g}"] if guidance is not None else []),
         *([f"num{num}"] if num is not None else []),
     ]
 
 
-def places(out: Path | None, stem: str) -> tuple[Path, Path]:
-    """The file of the grid and the folder of single files; both are called ``stem`` unless ``out`` is a file."""
-    if out is not None and out.suffix.lower() == ".png":
-        return out, out.with_suffix("")
+def places(out: Path | None, stem: str, clips: bool = False) -> tuple[list[Path], Path]:
+    """The files of the grid and the folder of single files; all are called ``stem`` unless ``out`` is a file. Clips are
+    written as GIF and, where PyAV is installed, as mp4.
+
+    Raises UserError for a file of another kind than the samples.
+    """
+    endings = CLIPS if clips else STILLS
+    if out is not None and out.suffix:
+        if out.suffix.lower() not in endings:
+            made = "clips" if clips else "still images"
+            raise UserError(f"--out {out}: the model makes {made}; write a folder, or a file of {' or '.join(endings)}")
+        return [out], out.with_suffix("")
     folder = out or Path("samples")
-    return folder / f"{stem}.png", folder / stem
+    if clips and find_spec("av") is None:
+        endings = endings[:1]
+    return [folder / f"{stem}{ending}" for ending in endings], folder / stem
 
 
 def write_pictures(
-    pixels: PixelValues, labels: Labels, classes: tuple[str, ...], grid: Path, folder: Path | None
+    pixels: PixelValues, labels: Labels, classes: tuple[str, ...], grids: Sequence[Path], folder: Path | None
 ) -> list[Path]:
     """Writes the grid, a class a row (several where it has many samples), and into ``folder`` every sample as a file.
-    Returns the paths, the grid's first."""
+    Returns the paths, the grids' first."""
     rows, names = [], []
     width = min(COLUMNS, int(labels.bincount().max()))
     for label in labels.unique().tolist():
@@ -71,10 +87,52 @@ def write_pictures(
             blank = pixels.new_ones(width - len(ids), *pixels.shape[1:])
             rows.append(torch.cat([pixels[ids], blank]))
             names.append("" if part else classes[label])
-    save_grid(grid, rows, names)
+    for grid in grids:
+        if grid.suffix.lower() == ".png":
+            save_grid(grid, rows, names)
+        else:
+            save_clip_grid(grid, rows, names)
     if folder is None:
-        return [grid]
-    return [grid, *save_pictures(folder, pixels, [classes[label] for label in labels.tolist()])]
+        return [*grids]
+    labelled = [classes[label] for label in labels.tolist()]
+    if pixels.shape[1] == 1:
+        return [*grids, *save_pictures(folder, pixels, labelled)]
+    ending = grids[-1].suffix
+    paths = [folder / f"{number:05d}-{fit(name)}{ending}" for number, name in enumerate(labelled)]
+    for path, clip in zip(paths, pixels, strict=True):
+        (save_gif if ending == ".gif" else save_mp4)(path, clip)
+    return [*grids, *paths]
+
+
+def stream_place(out: Path | None, stem: str) -> Path:
+    """The file of a stream: mp4 where PyAV is installed, else GIF, unless ``out`` names another."""
+    if out is not None and out.suffix:
+        if out.suffix.lower() not in CLIPS:
+            raise UserError(f"--out {out}: write a folder, or a file of {' or '.join(CLIPS)}")
+        return out
+    return (out or Path("samples")) / f"{stem}{CLIPS[find_spec('av') is not None]}"
+
+
+@contextmanager
+def clip_writer(path: Path, fps: float) -> Iterator[Callable[[Float[Tensor, "f c h w"]], None]]:
+    """Yields a function that takes the blocks of one clip in [-1, 1] as they come; of an mp4 it holds none of them."""
+    if path.suffix.lower() == ".mp4":
+        with mp4_writer(path, fps) as write:
+
+            def write_block(pixels: Float[Tensor, "f c h w"]) -> None:
+                for frame in to_uint8(pixels[None])[0]:
+                    write(draw_frames(frame[None]))
+
+            yield write_block
+        return
+    blocks: list[Tensor] = []
+    yield blocks.append
+    save_gif(path, torch.cat(blocks), fps)
+
+
+def fit(text: str) -> str:
+    """The text as a part of a file name: what is unfit becomes ``_``."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
 
 
 def write_comparison(path: Path, teacher: LoadedModel, student: LoadedModel) -> None:

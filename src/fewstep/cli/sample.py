@@ -18,7 +18,11 @@ def sample(
     model: Annotated[Path, typer.Argument(help=MODEL_HELP, show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="A PNG file, or a folder, to write; `samples/` if left out.", show_default=False),
+        typer.Option(
+            "--out",
+            help="A PNG file (of clips a GIF or mp4), or a folder, to write; `samples/` if left out.",
+            show_default=False,
+        ),
     ] = None,
     num: Annotated[
         int | None,
@@ -38,12 +42,18 @@ def sample(
         float | None,
         typer.Option("--guidance", min=0, help="Other than the trained guidance scale.", show_default=False),
     ] = None,
+    frames: Annotated[
+        int | None,
+        typer.Option(
+            "--frames", min=1, help="Other than the trained number of frames; causal models only.", show_default=False
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The trained weights instead of their average (EMA).")] = False,
-    single_files: Annotated[bool, typer.Option("--single-files", help="Also write every sample as a PNG.")] = False,
+    single_files: Annotated[bool, typer.Option("--single-files", help="Also write every sample as a file.")] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples made at once; does not change them.")] = 100,
     device: Annotated[str, typer.Option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`.")] = "auto",
 ) -> None:
-    """Sample a model and write a grid, a class a row.
+    """Sample a model and write a grid, a class a row; of a video model it plays, as GIF and mp4.
 
     No option is needed: noise levels, solver and guidance travel with the weights, and a setting that departs from them
     warns. One seed gives the same samples, whatever the batch, and the same noise for every model of the same shape.
@@ -62,8 +72,12 @@ def sample(
         sampling = sampling.model_copy(update={"guidance_scale": guidance})
     for departure in departures(loaded.sampling, sampling):
         warnings.warn(departure, stacklevel=2)
+    if frames is not None and frames != loaded.shape[0] and loaded.role.causal is None:
+        raise UserError(
+            f"--frames {frames}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave the option out"
+        )
     chosen = choose_labels(label or [], loaded.classes, num)
-    sampler = loaded.sampler(sampling)
+    sampler = loaded.sampler(sampling, frames)
     made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, batch=batch, device=loaded.device)
     pixels = loaded.codec.decode(made.x0)
     stem = f"{loaded.name}-steps{len(sampler.sigmas)}-seed{seed}"
@@ -73,12 +87,14 @@ def sample(
         guidance=sampling.guidance_scale if sampling.guidance_scale != loaded.sampling.guidance_scale else None,
         num=num,
     )
-    grid, folder = places(out, "-".join([stem, *changed]))
-    paths = write_pictures(pixels, chosen, loaded.classes, grid, folder if single_files else None)
+    changed += [f"frames{frames}"] if frames is not None else []
+    grids, folder = places(out, "-".join([stem, *changed]), clips=pixels.shape[1] > 1)
+    paths = write_pictures(pixels, chosen, loaded.classes, grids, folder if single_files else None)
     solver = f"{len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}"
     speed = 1000 * sum(made.batch_s) / len(chosen)
     say(
         f"{len(chosen)} samples of {model} (iteration {loaded.source.iteration}, {loaded.weights} weights): {solver}, "
         f"{made.network_calls:g} network calls and {speed:.3g} ms a sample on {loaded.device.type}"
     )
-    say(f"Wrote {paths[0]}" + (f" and {len(paths) - 1} single files in {paths[1].parent}" if paths[1:] else ""))
+    single = f" and {len(paths) - len(grids)} single files in {folder}" if single_files else ""
+    say(f"Wrote {' and '.join(map(str, grids))}{single}")

@@ -1,0 +1,114 @@
+"""``fewstep stream``: frames of a causal model as they are made, for as long as it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fewstep.cli.console import say
+from fewstep.cli.export import MODEL_HELP
+from fewstep.errors import UserError
+
+
+def stream(
+    model: Annotated[Path, typer.Argument(help=MODEL_HELP, show_default=False)],
+    frames: Annotated[int, typer.Option("--frames", min=1, help="Frames to make; the last block is made whole.")] = 96,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            help="Class to show, by name or number, the first one if left out; with `@48` behind it from frame 48 on.",
+            show_default=False,
+        ),
+    ] = None,
+    recache: Annotated[
+        bool, typer.Option("--recache", help="When the class changes, see the last frames anew as of the new class.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="An mp4 or GIF to write; in `samples/` if left out.", show_default=False),
+    ] = None,
+    fps: Annotated[float, typer.Option("--fps", help="Frames per second of the file.")] = 8.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the noise.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Other than the trained number of steps.", show_default=False)
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The trained weights instead of their average (EMA).")] = False,
+    device: Annotated[str, typer.Option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`.")] = "auto",
+) -> None:
+    """Stream a causal video model: block after block, each seeing the ones before it, into one file.
+
+    Memory stays the same for any length where the model was trained with a window. `--label "Bag, circle" --label
+    "Coat, bounce@48"` changes the class at frame 48. Ctrl-C ends the stream; what was made is kept.
+    """
+    import torch
+
+    from fewstep.cli.model import load_model
+    from fewstep.cli.pictures import clip_writer, stream_place
+    from fewstep.rng import Draw
+    from fewstep.rollout.stream import Stream
+
+    loaded = load_model(model, raw=raw, device=device)
+    if loaded.role.causal is None:
+        raise UserError(f"{model} makes whole clips and cannot be streamed; `fewstep sample {model}` samples it")
+    causal, place = loaded.role.causal, loaded.device
+    shown = scheduled(label or [], loaded.classes, causal)
+    conds = {index: loaded.conditioner.condition(torch.tensor([index], device=place)) for index in shown.values()}
+
+    def cond_of(block: int) -> Any:
+        return conds[shown[max(start for start in shown if start <= block)]]
+
+    num_blocks = next(block for block in range(1, frames + 1) if causal.start(block) >= frames)
+    sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
+    uncond = loaded.conditioner.null(1, place) if sampling.guidance_scale != 1.0 else None
+    made = Stream(
+        loaded.sampler(sampling, causal.start(num_blocks)),
+        loaded.role,
+        cond_of,
+        Draw(seed, "sample", 0, torch.zeros(1, dtype=torch.int64, device=place)),
+        uncond=uncond,
+        num_blocks=num_blocks,
+        history="recache" if recache else "keep",
+        timed=True,
+    )
+    path = stream_place(out, f"{loaded.name}-stream-seed{seed}")
+    with clip_writer(path, fps) as write:
+        for pixels in until_stopped(loaded.codec.decode(x0) for x0 in made):
+            write(pixels[0])
+    first = 1000 * (made.first_frame_s or 0.0)
+    say(
+        f"{made.num_frames} frames of {model} ({loaded.weights} weights): {len(sampling.resolved())} steps a block of "
+        f"{causal.block_frames}; first frame after {first:.3g} ms, then {made.frames_per_s:.3g} frames per second on "
+        f"{place.type}"
+    )
+    say(f"Wrote {path}")
+
+
+def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any) -> dict[int, int]:
+    """The class from each block on. Raises UserError for an unknown class and for a frame inside a block."""
+    from fewstep.cli.pictures import choose_labels
+
+    found: dict[int, int] = {}
+    for text in labels or ["0"]:
+        name, at, frame = text.rpartition("@")
+        if not at or not frame.isdecimal():
+            name, frame = text, "0"
+        block = next(number for number in range(int(frame) + 1) if causal.start(number) >= int(frame))
+        if causal.start(block) != int(frame):
+            raise UserError(
+                f"--label {text}: frame {frame} is inside a block; write {causal.start(block - 1)} or "
+                f"{causal.start(block)}"
+            )
+        found[block] = int(choose_labels([name], classes, 1)[0])
+    return {0: next(iter(found.values())), **found}
+
+
+def until_stopped(parts: Iterator[Any]) -> Iterator[Any]:
+    """What comes before Ctrl-C."""
+    try:
+        yield from parts
+    except KeyboardInterrupt:
+        say("Stopped by Ctrl-C; what was made is kept.")
