@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field, model_validator
 
+from fewstep.errors import UserError
 from fewstep.flow import solvers
 from fewstep.flow.path import x0_from_velocity
 from fewstep.flow.sigmas import ladder
@@ -50,6 +51,9 @@ class SamplingSection(Section):
     whole blocks."""
     stop: Literal["shared", "block"] = "shared"
     """Of causal networks, in training: whether all blocks of a rollout stop at one random step, or each at its own."""
+    rolling_blocks: int = Field(default=1, ge=1)
+    """Of causal networks: blocks that are denoised together, each further up the ladder than the one before it (rolling
+    forcing); their number divides that of the steps. 1 is block by block."""
 
     @model_validator(mode="after")
     def _one_ladder(self) -> SamplingSection:
@@ -65,14 +69,35 @@ class SamplingSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rolls(self) -> SamplingSection:
+        steps, blocks = len(self.resolved()), self.rolling_blocks
+        if steps % blocks:
+            raise ValueError(
+                f"{steps} steps cannot be shared by {blocks} rolling_blocks; write a number that divides it"
+            )
+        if blocks > 1 and (self.first_block_steps or self.stop == "block"):
+            raise ValueError(
+                f"rolling_blocks {blocks} makes all blocks alike, in one walk: leave out first_block_steps and stop"
+            )
+        return self
+
     def resolved(self) -> tuple[float, ...]:
         """The noise levels that are run."""
         return self.sigmas if self.sigmas is not None else ladder(self.steps or 1, self.shift)
 
     def with_steps(self, steps: int) -> SamplingSection:
-        """The same sampler at another number of steps; at the trained number, the trained sampler itself."""
+        """The same sampler at another number of steps; at the trained number, the trained sampler itself.
+
+        Raises UserError for a number that ``rolling_blocks`` does not divide.
+        """
         if steps == len(self.resolved()):
             return self
+        if steps % self.rolling_blocks:
+            raise UserError(
+                f"{steps} steps cannot be shared by the {self.rolling_blocks} blocks that are denoised together; "
+                f"take a multiple of {self.rolling_blocks}"
+            )
         return SamplingSection.model_validate(self.model_dump() | {"steps": steps, "sigmas": None})
 
 

@@ -7,6 +7,7 @@ import torch
 from fewstep.errors import UserError
 from fewstep.models.blocks import CausalSection
 from fewstep.rollout.few_step import FewStep, SamplingSection
+from fewstep.rollout.rolling import Rolling
 from fewstep.rollout.self_forcing import SelfForcing
 
 Sampler = FewStep | SelfForcing
@@ -22,9 +23,11 @@ def sampler_of(
 
     Raises UserError for a setting that the network cannot follow, and where frames and blocks do not fit.
     """
+    if causal is not None and section.rolling_blocks > 1:
+        return Rolling.of(section, shape, causal, dtype)
     if causal is not None:
         return SelfForcing.of(section, shape, causal, dtype)
-    for name in ("first_block_steps", "history_sigma", "given_frames", "stop"):
+    for name in ("first_block_steps", "history_sigma", "given_frames", "stop", "rolling_blocks"):
         value, default = getattr(section, name), SamplingSection.model_fields[name].default
         if value != default:
             raise UserError(

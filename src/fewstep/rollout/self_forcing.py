@@ -11,11 +11,12 @@ The student's update needs no second rollout: given the finished blocks, all blo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fewstep.errors import UserError
 from fewstep.flow.path import add_noise, x0_from_velocity
@@ -121,6 +122,11 @@ class SelfForcing:
 
         return self._make(model, cond, uncond, draw, at, given)
 
+    def blocks(self, clip: Clip, draw: Draw, num_blocks: int | None = None) -> Iterator[tuple[Stopped, Latents]]:
+        """The blocks of the clip from its next one on, each also as later ones see it; num_blocks None: without end."""
+        while clip.block != num_blocks:
+            yield self.block(clip, draw)
+
     def block(self, clip: Clip, draw: Draw, stop: int | None = None) -> tuple[Stopped, Latents]:
         """The next block of the clip, which goes on with it; and the block as later ones see it."""
         number, sigmas = clip.block, self.ladder(clip.block)
@@ -175,21 +181,41 @@ class SelfForcing:
         stop_of: Callable[[int], int],
         given: Latents | None,
     ) -> Rollout:
+        clip, num_blocks = self._begin(model, cond, uncond, given)
+        made = [self.block(clip, draw, stop_of(block)) for block in range(clip.block, num_blocks)]
+        seen = [past for _, past in made] if self.history_sigma else []
+        return self._gather(draw, stop_of(num_blocks - 1), given, [stopped for stopped, _ in made], seen)
+
+    def _begin(self, model: CausalFlowModel, cond: Any, uncond: Any | None, given: Latents | None) -> tuple[Clip, int]:
+        """The clip before its first block is made, and how many blocks it will have."""
         sizes, frames = model.causal.partition(self.shape[0]), 0 if given is None else given.shape[1]
-        self._check_given(frames)
-        clip = Clip(model, cond, uncond, scale=self.guidance_scale, given=given)
-        first = clip.block
-        made = [self.block(clip, draw, stop_of(block)) for block in range(first, len(sizes))]
-        start = () if given is None else (given,)
-        x_t, sigma, x0 = (torch.cat(parts, 1) for parts in zip(*(stopped for stopped, _ in made), strict=True))
+        if self.given_frames and frames != self.given_frames:
+            raise UserError(f"this sampler continues {self.given_frames} given frames, and got {frames}")
+        if frames >= self.shape[0]:
+            raise UserError(f"{frames} given frames leave nothing to make of a clip of {self.shape[0]}")
+        return Clip(model, cond, uncond, scale=self.guidance_scale, given=given), len(sizes)
+
+    def _gather(
+        self,
+        draw: Draw,
+        stop: int,
+        given: Latents | None,
+        stopped: Sequence[Stopped],
+        seen: Sequence[Tensor],
+        windows: tuple[int, ...] = (),
+    ) -> Rollout:
+        """The blocks as one rollout; ``seen`` is empty where later blocks saw ``x0``."""
+        start, frames = ((), 0) if given is None else ((given,), given.shape[1])
+        x_t, sigma, x0 = (torch.cat(parts, 1) for parts in zip(*stopped, strict=True))
         return Rollout(
             draw.key,
-            stop_of(len(sizes) - 1),
+            stop,
             torch.cat([*start, x_t], 1),
             torch.cat([self.level(0.0, frames, draw.key), sigma], 1),
             torch.cat([*start, x0], 1),
             given=frames,
-            history=torch.cat([*start, *(seen for _, seen in made)], 1) if self.history_sigma else None,
+            history=torch.cat([*start, *seen], 1) if seen else None,
+            windows=windows,
         )
 
     def _drawn(self, draw: Draw) -> Callable[[int], int]:
@@ -209,9 +235,3 @@ class SelfForcing:
         if batch.x0 is None:
             raise UserError(f"given_frames {self.given_frames}: the data hold no latents that could be given")
         return batch.x0[:, : self.given_frames]
-
-    def _check_given(self, frames: int) -> None:
-        if self.given_frames and frames != self.given_frames:
-            raise UserError(f"this sampler continues {self.given_frames} given frames, and got {frames}")
-        if frames >= self.shape[0]:
-            raise UserError(f"{frames} given frames leave nothing to make of a clip of {self.shape[0]}")

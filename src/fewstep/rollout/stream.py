@@ -20,7 +20,8 @@ from fewstep.shapes import Latents, Sigma
 class Stream(Iterator[Latents]):
     """An iterator over x0 of one block after the other, ``[b n c h w]``: what ``SelfForcing.sample`` makes at once.
 
-    sampler: its ``shape`` without the number of frames. cond: a conditioning record for all blocks; or a function from
+    sampler: its ``shape`` without the number of frames; a ``Rolling`` one tells its whole window what the block that
+    leaves next is told. cond: a conditioning record for all blocks; or a function from
     the block's number to its record; or an iterator of records, at whose end the stream ends. A record that is another
     object than the one before is a prompt switch, which takes effect at its block. num_blocks: of the clip, given ones
     included; None is without end. given: clean frames that the clip begins with, whole blocks; they are not yielded.
@@ -80,8 +81,8 @@ class Stream(Iterator[Latents]):
         if self.block == self.num_blocks:
             raise StopIteration
         start_s = self._now()
-        clip = self._told(next(self._conds))
-        stopped, seen = self.sampler.block(clip, self.draw)
+        self._tell(next(self._conds))
+        stopped, seen = next(self._blocks)
         if self._recache:
             self._remember(self.block, seen, self._level(seen))
         self.block += 1
@@ -92,8 +93,8 @@ class Stream(Iterator[Latents]):
             self.first_frame_s = took_s
         return stopped.x0
 
-    def _told(self, cond: Any) -> Clip:
-        """The clip, under the conditioning of its next block."""
+    def _tell(self, cond: Any) -> None:
+        """The conditioning of the next block."""
         if self._clip is None:
             scale, given = self.sampler.guidance_scale, self._given
             self._clip = Clip(self.model, cond, self._uncond, scale=scale, given=given)
@@ -101,10 +102,10 @@ class Stream(Iterator[Latents]):
                 for block, part in enumerate(given.split(self.model.causal.partition(given.shape[1]), 1)):
                     self._remember(block, part, None)
             self._given = None
+            self._blocks = self.sampler.blocks(self._clip, self.draw, self.num_blocks)
         elif cond is not self._cond:
             self._clip.tell(cond, [(x0, sigma) for _, x0, sigma in self._in_sight] if self._recache else None)
         self._cond = cond
-        return self._clip
 
     def _remember(self, block: int, seen: Latents, sigma: Sigma | None) -> None:
         """Keeps the blocks of which a later block sees a frame, and always the last one."""
