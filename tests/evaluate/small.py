@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fewstep.data.api import Items
+from fewstep.data.motion import Motion
+from fewstep.data.moving_fashion_mnist import place
 from fewstep.evaluate.extractor import ExtractorSection
 from fewstep.models.api import Geometry
 from fewstep.models.wan.conditioner import LabelCond
@@ -76,3 +78,43 @@ class StripesModel:
 def section(cache: Any, **settings: Any) -> ExtractorSection:
     """A classifier trained for a fraction of a second."""
     return ExtractorSection(**({"cache": str(cache), "updates": 12} | settings))
+
+
+PHYSICS = Motion(size=16, item_size=4, speed=1.0)
+MOVING_SHAPE = (6, 1, 16, 16)
+
+
+def shapes() -> Tensor:
+    """Two items of 4x4 pixels, neither with its centre of brightness in the middle: a corner, and two bars."""
+    items = torch.zeros(2, 4, 4, dtype=torch.uint8)
+    items[0, :, 0] = items[0, 3] = 250
+    items[1, :, 0] = items[1, :, 3] = 200
+    items[1, 0] = 120
+    return items
+
+
+class Moving:
+    """``num`` clips of two items that bounce or circle, in turn; ``centres`` are those of their boxes."""
+
+    classes = ("corner, bounce", "corner, circle", "bars, bounce", "bars, circle")
+    motion = PHYSICS
+
+    def __init__(self, num: int, seed: int, frames: int = MOVING_SHAPE[0]):
+        rng = torch.Generator().manual_seed(seed)
+        start, angle = 2 + 12 * torch.rand(num, 2, generator=rng), 6.2832 * torch.rand(num, generator=rng)
+        self.label = torch.arange(num) % 4
+        self.centres = PHYSICS.path(self.label % 2, start, angle, frames)
+        self.pixels = place(shapes()[self.label // 2], self.centres, PHYSICS.size)
+        self.shape = (frames, *MOVING_SHAPE[1:])
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def items(self, ids: Sequence[int] | Tensor) -> Items:
+        index = torch.as_tensor(ids, dtype=torch.int64)
+        return Items(self.pixels[index], self.label[index])
+
+    @property
+    def values(self) -> Tensor:
+        """The pixels in [-1, 1]."""
+        return self.pixels.float() / 127.5 - 1

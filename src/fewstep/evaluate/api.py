@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 PixelValues = Float[Tensor, "b f c h w"]
-"""Decoded pixels in [-1, 1], -1 black."""
+"""Decoded pixels in [-1, 1], -1 black. An image has f = 1."""
 
 Features = Float[Tensor, "b d"]
-"""What an extractor sees in an image, float32: the space in which samples and real data are compared."""
+"""What an extractor sees in an image or a clip, float32: the space in which samples and real data are compared."""
 
 Logits = Float[Tensor, "b k"]
 """One number for every class; the largest is the class that the extractor sees."""
@@ -47,8 +47,8 @@ class Extractor(Protocol):
 
 
 @runtime_checkable
-class LabelledImages(Protocol):
-    """A data set as this folder reads it; every ``fewstep.data`` data set is one."""
+class LabelledClips(Protocol):
+    """A data set of images or clips as this folder reads it; every ``fewstep.data`` data set is one."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -63,3 +63,43 @@ class LabelledImages(Protocol):
     def items(self, ids: Sequence[int] | Tensor) -> Any:
         """The items ``ids`` in that order, on the CPU: ``pixels`` uint8 [b f c h w] and ``label`` int64 [b]."""
         ...
+
+
+Positions = Float[Tensor, "b f 2"]
+"""Where something is in every frame: (y, x) in pixels from the upper left corner; the middle of the first pixel is at
+(0.5, 0.5)."""
+
+
+@runtime_checkable
+class Physics(Protocol):
+    """How a square box moves through a square frame and never leaves it, when it moves as its motion says."""
+
+    @property
+    def size(self) -> int:
+        """Height and width of a frame in pixels."""
+        ...
+
+    @property
+    def item_size(self) -> int:
+        """Height and width of the box in pixels."""
+        ...
+
+    @property
+    def speed(self) -> float:
+        """Pixels that the box's centre moves from frame to frame, walls apart."""
+        ...
+
+    def step(self, previous: Positions, current: Positions, motion: Int64[Tensor, "b"]) -> Positions:
+        """The centres of the box that follow ``current`` one frame later, where ``previous`` came one frame before."""
+        ...
+
+
+@runtime_checkable
+class MovingClips(LabelledClips, Protocol):
+    """Clips of one bright item each on black, which moves by known physics.
+
+    A class is called "item, motion", as in "Sneaker, bounce"; the classes are all pairs, the motion fastest.
+    """
+
+    @property
+    def motion(self) -> Physics: ...

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fewstep.errors import UserError
-from fewstep.evaluate.api import LabelledImages
+from fewstep.evaluate.api import LabelledClips
 
 _CHUNK = 4096
 
@@ -82,7 +82,7 @@ def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def data_hash(dataset: LabelledImages, ids: Tensor | None = None) -> str:
+def data_hash(dataset: LabelledClips, ids: Tensor | None = None) -> str:
     """SHA-256 of the classes, the shape, and the pixels and labels of the items ``ids`` (all when left out)."""
     ids = torch.arange(len(dataset)) if ids is None else ids
     digest = hashlib.sha256(repr((tuple(dataset.classes), tuple(dataset.shape), len(ids))).encode())

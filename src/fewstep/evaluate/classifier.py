@@ -1,39 +1,43 @@
-"""A small convolutional classifier, trained in seconds: the default eyes of the evaluation for small images."""
+"""Small convolutional classifiers, trained in seconds: the default eyes of the evaluation for images and clips."""
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from fewstep.errors import UserError
-from fewstep.evaluate.api import Features, LabelledImages, Logits, PixelValues
+from fewstep.evaluate.api import Features, LabelledClips, Logits, PixelValues
 from fewstep.rng import generator
 
-ARCHITECTURE = "classifier-1"
-"""To be raised when the network or its training changes what comes out."""
-
 NUM_FEATURES = 64
-BATCH = 128
+BATCH, CLIP_BATCH = 128, 32
+"""Images or clips in one batch of the training."""
 PEAK_LR = 1e-2
 _WIDTHS = (24, 48, 64)
 _SMALLEST = 4
+_PLACES = 16
 
 
 class Classifier(nn.Module):
-    """Convolutions of stride 2 with batch normalisation, 64 features, one linear layer.
+    """Of images: convolutions of stride 2 with batch normalisation, 64 features, one linear layer.
 
-    widths: channels of the convolutions. shape: (channels, height, width) of the images. Made without memory: weights
-    follow by ``to_empty`` and :meth:`initialise` or ``load_state_dict``, and no global generator is touched.
+    widths: channels of the convolutions. shape: (frames, channels, height, width) of an item. Made without memory:
+    weights follow by ``to_empty`` and :meth:`initialise` or ``load_state_dict``, and no global generator is touched.
     """
 
-    def __init__(self, widths: tuple[int, ...], shape: tuple[int, int, int], num_classes: int):
+    architecture: ClassVar[str] = "classifier-1"
+    """To be raised when the network or its training changes what comes out."""
+    batch: ClassVar[int] = BATCH
+
+    def __init__(self, widths: tuple[int, ...], shape: tuple[int, int, int, int], num_classes: int):
         super().__init__()
         self.widths, self.shape, self.num_classes = widths, shape, num_classes
-        channels, height, width = shape
+        _, channels, height, width = shape
         with torch.device("meta"):
             self.stages = nn.Sequential()
             for out in widths:
@@ -41,18 +45,16 @@ class Classifier(nn.Module):
                 self.stages.append(nn.BatchNorm2d(out))
                 self.stages.append(nn.ReLU())
                 channels, height, width = out, math.ceil(height / 2), math.ceil(width / 2)
-            self.project = nn.Sequential(
-                nn.Flatten(),
-                nn.Linear(channels * height * width, NUM_FEATURES, bias=False),
-                nn.BatchNorm1d(NUM_FEATURES),
-                nn.ReLU(),
-            )
+            self._read(channels, channels * height * width)
             self.head = nn.Linear(NUM_FEATURES, num_classes)
 
+    def _read(self, channels: int, size: int) -> None:
+        """The layers from the last convolution, of ``size`` values in all, to the features."""
+        self.project = nn.Sequential(nn.Flatten(), *_dense(size, NUM_FEATURES))
+
     def features(self, pixels: PixelValues) -> Features:
-        """Of images with one frame, in [-1, 1]."""
-        images = pixels[:, 0].contiguous(memory_format=torch.channels_last)
-        return self.project(self.stages(images))
+        """Of items in [-1, 1]."""
+        return self.project(self.stages(_frames(pixels)))
 
     def forward(self, pixels: PixelValues) -> Logits:
         return self.head(self.features(pixels))
@@ -72,32 +74,60 @@ class Classifier(nn.Module):
                 module.reset_running_stats()
 
 
-def classifier_for(dataset: LabelledImages, widths: tuple[int, ...] = ()) -> Classifier:
-    """A classifier without weights for the images of ``dataset``; left out, ``widths`` halve them to 4 rows or columns.
+class ClipClassifier(Classifier):
+    """Of clips: the same convolutions for every frame; then *what* is seen, their mean over places and frames, and
+    *how* it moves, a convolution over every three frames of 16 values that say where things are, mean over frames."""
 
-    Raises UserError for videos and for data with fewer than two classes.
-    """
-    frames, channels, height, width = dataset.shape
-    if frames != 1:
-        raise UserError(
-            f"extractor 'classifier' judges images, and the data are clips of {frames} frames; write another"
+    architecture: ClassVar[str] = "clip-classifier-1"
+    batch: ClassVar[int] = CLIP_BATCH
+
+    def _read(self, channels: int, size: int) -> None:
+        self.where = nn.Sequential(nn.Flatten(), *_dense(size, _PLACES))
+        self.how = nn.Sequential(
+            nn.Conv1d(_PLACES, NUM_FEATURES, 3, padding=1, bias=False), nn.BatchNorm1d(NUM_FEATURES), nn.ReLU()
         )
+        self.project = nn.Sequential(*_dense(channels + NUM_FEATURES, NUM_FEATURES))
+
+    def features(self, pixels: PixelValues) -> Features:
+        seen, clips = self.stages(_frames(pixels)), pixels.shape[:2]
+        what = seen.mean((2, 3)).unflatten(0, clips).mean(1)
+        how = self.how(self.where(seen).unflatten(0, clips).transpose(1, 2)).mean(2)
+        return self.project(torch.cat([what, how], 1))
+
+
+def _dense(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+    return nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU()
+
+
+def _frames(pixels: PixelValues) -> Float[Tensor, "n c h w"]:
+    return pixels.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+
+
+def classifier_for(dataset: LabelledClips, widths: tuple[int, ...] = ()) -> Classifier:
+    """A classifier without weights for the images or clips of ``dataset``; left out, ``widths`` halve them to 4 rows or
+    columns.
+
+    Raises UserError for data with fewer than two classes.
+    """
+    frames, _, height, width = dataset.shape
     if len(dataset.classes) < 2:
         raise UserError("extractor 'classifier' needs data of two classes or more; write another extractor")
     num_stages = max(1, math.ceil(math.log2(min(height, width) / _SMALLEST)))
     default = tuple(_WIDTHS[min(stage, len(_WIDTHS) - 1)] for stage in range(num_stages))
-    return Classifier(widths or default, (channels, height, width), len(dataset.classes)).to_empty(device="cpu")
+    kind = Classifier if frames == 1 else ClipClassifier
+    return kind(widths or default, dataset.shape, len(dataset.classes)).to_empty(device="cpu")
 
 
 def train_classifier(
     network: Classifier,
-    dataset: LabelledImages,
+    dataset: LabelledClips,
     *,
     seed: int = 0,
     updates: int = 1000,
     device: torch.device | str = "cpu",
 ) -> Classifier:
-    """``network``, trained from the start for ``updates`` batches of 128; it comes back frozen, on the CPU.
+    """``network``, trained from the start for ``updates`` batches (128 images, 32 clips); it comes back frozen,
+    on the CPU.
 
     AdamW under a one-cycle learning rate. Deterministic by ``seed`` on one machine; global generators are not touched.
     """
@@ -108,7 +138,7 @@ def train_classifier(
         optimizer, PEAK_LR, total_steps=updates + 1, pct_start=0.15, cycle_momentum=False
     )
     with torch.enable_grad(), exact_convolutions():
-        for ids in _batches(len(dataset), updates, seed):
+        for ids in _batches(len(dataset), updates, network.batch, seed):
             items = dataset.items(ids)
             logits = network(as_values(items.pixels.to(device)))
             loss = nn.functional.cross_entropy(logits, items.label.to(device))
@@ -129,8 +159,8 @@ def exact_convolutions() -> AbstractContextManager[None]:
     return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
 
 
-def _batches(num: int, updates: int, seed: int) -> tuple[Int64[Tensor, "batch"], ...]:
+def _batches(num: int, updates: int, batch: int, seed: int) -> tuple[Int64[Tensor, "batch"], ...]:
     """Ids for every update; every item once before any comes again."""
     rng = generator(seed, "classifier batches")
-    rounds = math.ceil(updates * BATCH / num)
-    return torch.cat([torch.randperm(num, generator=rng) for _ in range(rounds)])[: updates * BATCH].split(BATCH)
+    rounds = math.ceil(updates * batch / num)
+    return torch.cat([torch.randperm(num, generator=rng) for _ in range(rounds)])[: updates * batch].split(batch)

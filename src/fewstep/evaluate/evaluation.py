@@ -13,13 +13,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fewstep.errors import UserError
-from fewstep.evaluate.api import LabelledImages
+from fewstep.evaluate.api import LabelledClips
 from fewstep.evaluate.cache import written_whole
-from fewstep.evaluate.judge import METRICS, Judge, Quality, mean, spread
-from fewstep.evaluate.sample import LabelConditioner, Samples, balanced_labels, generate
+from fewstep.evaluate.drift import Drift
+from fewstep.evaluate.judge import HEADINGS, Judge, Quality, filled, mean, spread
+from fewstep.evaluate.sample import LabelConditioner, Sampler, Samples, balanced_labels, generate
 from fewstep.models.api import FlowModel
 from fewstep.models.codec import IdentityCodec
-from fewstep.rollout.few_step import FewStep
 
 
 class Stop(Quality):
@@ -41,14 +41,18 @@ class Evaluation(Quality):
     network_calls: float
     """Evaluations of the network for one sample."""
     ms_per_image: float | None
-    """Milliseconds of sampling for one image, at ``batch``: the median over batches, after one to warm up."""
+    """Milliseconds of sampling for one image or clip, at ``batch``: the median over batches, after one to warm up."""
     num_samples: int
     """For each seed."""
+    num_frames: int = 1
+    """Of one sample; 1 for images."""
     seeds: tuple[int, ...] = ()
     per_seed: tuple[Quality, ...] = ()
     """In the order of the seeds."""
     stops: tuple[Stop, ...] = ()
     """From the first step to the last; empty where it was not asked for."""
+    drift: tuple[Drift, ...] = ()
+    """Of clips longer than those of the data, window by window; empty where none were made."""
     sigmas: tuple[float, ...] = ()
     solver: str = ""
     guidance_scale: float = 1.0
@@ -72,7 +76,7 @@ class Evaluation(Quality):
 def evaluate(
     name: str,
     model: FlowModel,
-    sampler: FewStep,
+    sampler: Sampler,
     conditioner: LabelConditioner,
     codec: IdentityCodec,
     judge: Judge,
@@ -113,6 +117,7 @@ def evaluate(
         network_calls=runs[0].network_calls,
         ms_per_image=_ms_per_image(runs, batch, num_samples),
         num_samples=num_samples,
+        num_frames=runs[0].x0.shape[1],
         seeds=tuple(seeds),
         per_seed=per_seed,
         stops=tuple(
@@ -128,7 +133,7 @@ def evaluate(
     )
 
 
-def evaluate_real(judge: Judge, dataset: LabelledImages, num_samples: int) -> Evaluation:
+def evaluate_real(judge: Judge, dataset: LabelledClips, num_samples: int) -> Evaluation:
     """The row of real data: as many items of ``dataset`` as there are samples, against the reference."""
     num_samples = min(num_samples, len(dataset))
     quality = judge.real(dataset, num_samples)
@@ -139,6 +144,7 @@ def evaluate_real(judge: Judge, dataset: LabelledImages, num_samples: int) -> Ev
         network_calls=0.0,
         ms_per_image=None,
         num_samples=num_samples,
+        num_frames=judge.num_frames,
         **_judged_by(judge),
     )
 
@@ -163,10 +169,11 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
         box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=_caption(evaluations), caption_justify="left"
     )
     table.add_column("Model", no_wrap=True)
-    for heading in ("Steps", "Calls", *(_HEADINGS[name] for name in METRICS), "ms"):
+    metrics = filled(evaluations)
+    for heading in ("Steps", "Calls", *(HEADINGS[name] for name in metrics), "ms"):
         table.add_column(heading, justify="right")
     for entry in evaluations:
-        quality = [_with_spread(entry, metric) for metric in METRICS]
+        quality = [_with_spread(entry, metric) for metric in metrics]
         ms = "" if entry.ms_per_image is None else f"{entry.ms_per_image:.3g}"
         steps, calls = (str(entry.num_steps), f"{entry.network_calls:g}") if entry.num_steps else ("", "")
         table.add_row(entry.name, steps, calls, *quality, ms)
@@ -180,8 +187,6 @@ def device_name(device: torch.device | str) -> str:
 
 
 _LIST = TypeAdapter(list[Evaluation])
-_HEADINGS = {"frechet": "Frechet", "accuracy": "Acc.", "precision": "Prec.", "recall": "Recall", "coverage": "Cover."}
-"""Of the metrics, short enough for a terminal of 80 columns."""
 
 
 def _judged_by(judge: Judge) -> dict[str, Any]:

@@ -40,13 +40,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fewstep.errors import UserError
-from fewstep.evaluate.api import Extractor, Features, LabelledImages, Logits, PixelValues
+from fewstep.evaluate.api import Extractor, Features, LabelledClips, Logits, PixelValues
 from fewstep.evaluate.cache import cached, data_hash, read_checked, tensor_hash, write_checked
 from fewstep.evaluate.classifier import (
-    ARCHITECTURE,
-    BATCH,
     NUM_FEATURES,
     Classifier,
+    ClipClassifier,
     classifier_for,
     exact_convolutions,
     train_classifier,
@@ -65,7 +64,7 @@ class ExtractorSection(Section):
     seed: int = Field(default=0, ge=0)
     """Of the training of ``classifier``; another seed gives another judge."""
     updates: int = Field(default=1000, ge=1)
-    """Length of the training of ``classifier``, in batches of 128."""
+    """Length of the training of ``classifier``, in batches of 128 images or 32 clips."""
     cache: str = "~/.cache/fewstep/evaluate"
     """Folder for trained classifiers and features of real data; it may be deleted at any time."""
 
@@ -91,15 +90,15 @@ class ClassifierExtractor:
     def __init__(self, network: Classifier, device: torch.device | str = "cpu"):
         placed = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.network = placed.requires_grad_(False).eval()  # the same bits, freshly trained or from the cache
-        self.id = f"{ARCHITECTURE}:{tensor_hash(network.state_dict())[:16]}"
+        self.id = f"{network.architecture}:{tensor_hash(network.state_dict())[:16]}"
         self.num_classes: int | None = network.num_classes
 
     @classmethod
-    def build(cls, section: ExtractorSection, dataset: LabelledImages, device: torch.device | str) -> Extractor:
+    def build(cls, section: ExtractorSection, dataset: LabelledClips, device: torch.device | str) -> Extractor:
         """Trained on ``dataset``, or taken from the cache, whose key is a hash of the data, the architecture and the
         settings. Raises UserError for data that it cannot be trained on."""
         network = classifier_for(dataset)
-        name = f"{ARCHITECTURE}-{data_hash(dataset)[:32]}-{BATCH}x{section.updates}-{section.seed}"
+        name = f"{network.architecture}-{data_hash(dataset)[:32]}-{network.batch}x{section.updates}-{section.seed}"
 
         def train() -> dict[str, Tensor]:
             trained = train_classifier(network, dataset, seed=section.seed, updates=section.updates, device=device)
@@ -110,10 +109,13 @@ class ClassifierExtractor:
 
     @torch.no_grad()
     def features(self, pixels: PixelValues) -> Features:
-        """Raises UserError for images of another shape than it was trained on."""
+        """Raises UserError for images or clips of another shape than it was trained on."""
         shape = tuple(pixels.shape[1:])
-        if shape != (1, *self.network.shape):
-            raise UserError(f"extractor {self.id} judges images of shape {self.network.shape}, not {shape[1:]}")
+        if shape != self.network.shape:
+            raise UserError(
+                f"extractor {self.id} judges samples of shape {self.network.shape} (frames, channels, height, width), "
+                f"not {shape}"
+            )
         with exact_convolutions():
             return self.network.features(pixels.float())
 
@@ -128,24 +130,26 @@ class FileExtractor(ClassifierExtractor):
     name: ClassVar[str] = "file"
 
     @classmethod
-    def build(cls, section: ExtractorSection, dataset: LabelledImages, device: torch.device | str) -> Extractor:
+    def build(cls, section: ExtractorSection, dataset: LabelledClips, device: torch.device | str) -> Extractor:
         """Raises UserError if the file is missing, damaged, something else, or not for the classes and the shape of
         ``dataset``."""
         network = load_classifier(Path(section.path or "").expanduser())
-        ours, others = (network.shape, network.num_classes), (tuple(dataset.shape[1:]), len(dataset.classes))
-        if ours != others or dataset.shape[0] != 1:
+        ours, others = (network.shape, network.num_classes), (tuple(dataset.shape), len(dataset.classes))
+        if ours != others:
             raise UserError(
-                f"extractor.path: '{section.path}' knows {ours[1]} classes of images of shape {ours[0]}, the data are "
-                f"{others[1]} classes of {dataset.shape[0]} frames of {others[0]}; name a classifier of such data"
+                f"extractor.path: '{section.path}' knows {ours[1]} classes of shape {ours[0]} (frames, channels, "
+                f"height, width), the data are {others[1]} of shape {others[0]}; name a classifier of such data"
             )
         return cls(network, device)
 
 
+NETWORKS = {kind.architecture: kind for kind in (Classifier, ClipClassifier)}
+"""The classifiers that a file may hold."""
 EXTRACTORS: tuple[Any, ...] = (ClassifierExtractor, FileExtractor)
 
 
 def build_extractor(
-    section: ExtractorSection, dataset: LabelledImages, device: torch.device | str, plugins: Sequence[str] = ()
+    section: ExtractorSection, dataset: LabelledClips, device: torch.device | str, plugins: Sequence[str] = ()
 ) -> Extractor:
     """The extractor that the section names, for data like ``dataset`` (the split that is trained on).
 
@@ -165,7 +169,7 @@ def save_classifier(network: Classifier, path: Path) -> None:
     """The file that extractor ``file`` reads: tensors, and in the header the widths, shape and number of classes."""
     layout = {"widths": network.widths, "shape": network.shape, "num_classes": network.num_classes}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
-    write_checked(path, tensors, {"architecture": ARCHITECTURE, "layout": json.dumps(layout)})
+    write_checked(path, tensors, {"architecture": network.architecture, "layout": json.dumps(layout)})
 
 
 def load_classifier(path: Path) -> Classifier:
@@ -174,7 +178,8 @@ def load_classifier(path: Path) -> Classifier:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
         layout = json.loads(header["layout"])
-        network = Classifier(tuple(layout["widths"]), tuple(layout["shape"]), layout["num_classes"])
+        kind = NETWORKS[header["architecture"]]
+        network = kind(tuple(layout["widths"]), tuple(layout["shape"]), layout["num_classes"])
         network.to_empty(device="cpu").load_state_dict(read_checked(path))
     except FileNotFoundError:
         raise UserError(f"extractor.path: there is no file '{path}'; write one by save_classifier") from None

@@ -1,4 +1,4 @@
-"""Pixels as PNG files: single pictures, and grids with the names of rows and columns."""
+"""Pixels as PNG files: single pictures, grids with the names of rows and columns, and film strips of clips."""
 
 from __future__ import annotations
 
@@ -44,7 +44,25 @@ def save_grid(
     The frames of a clip stand side by side. Small pictures are enlarged by a whole number. Raises ValueError for pixels
     that are neither grey nor RGB.
     """
-    pictures = [[_image(sample) for sample in to_uint8(row)] for row in rows]
+    with written_whole(path) as part:
+        draw_grid(rows, row_names, column_names).save(part, format="PNG")
+
+
+def save_film(path: Path, clips: PixelValues, names: Sequence[str] = (), most: int = 24) -> None:
+    """Film strips as one PNG: a clip a row, time to the right, the numbers of the frames above them.
+
+    Of clips of more than ``most`` frames, every second, third, ... frame is shown.
+    """
+    shown = range(0, clips.shape[1], -(-clips.shape[1] // most))
+    rows = [clip[shown.start : shown.stop : shown.step, None] for clip in clips]
+    save_grid(path, rows, names, [str(frame) for frame in shown])
+
+
+def draw_grid(
+    rows: Sequence[PixelValues], row_names: Sequence[str] = (), column_names: Sequence[str] = ()
+) -> Image.Image:
+    """The picture that :func:`save_grid` writes, RGB."""
+    pictures = [[draw_frames(sample) for sample in to_uint8(row)] for row in rows]
     width, height = pictures[0][0].size
     row_names = row_names or [""] * len(rows)
     column_names = column_names or [""] * max(map(len, pictures))
@@ -61,8 +79,7 @@ def save_grid(
         draw.text((_GAP, y + (height - _text_size(name)[1]) // 2), name, _INK, font=ImageFont.load_default())
         for column, picture in enumerate(line):
             grid.paste(picture, (left + column * (width + _GAP), y))
-    with written_whole(path) as part:
-        grid.save(part, format="PNG")
+    return grid
 
 
 def save_pictures(folder: Path, pixels: PixelValues, names: Sequence[str]) -> list[Path]:
@@ -72,13 +89,14 @@ def save_pictures(folder: Path, pixels: PixelValues, names: Sequence[str]) -> li
         fit = "".join(character if character.isalnum() or character in "-_." else "_" for character in name)
         path = folder / f"{number:05d}-{fit}.png"
         with written_whole(path) as part:
-            _image(sample, smallest=1).save(part, format="PNG")
+            draw_frames(sample, smallest=1).save(part, format="PNG")
         paths.append(path)
     return paths
 
 
-def _image(sample: UInt8[Tensor, "f c h w"], smallest: int = _SMALLEST) -> Image.Image:
-    """Frames side by side, enlarged to at least ``smallest`` rows."""
+def draw_frames(sample: UInt8[Tensor, "f c h w"], smallest: int = _SMALLEST) -> Image.Image:
+    """Frames side by side, grey or RGB, enlarged by a whole number to at least ``smallest`` rows. Raises ValueError for
+    other than 1 or 3 channels."""
     channels, height = sample.shape[1:3]
     if channels not in (1, 3):
         raise ValueError(f"pixels have 1 or 3 channels, and these have {channels}: decode latents before saving them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -12,10 +12,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from fewstep.models.api import FlowModel, Geometry
+from fewstep.evaluate.counted import Counted
+from fewstep.flow.solvers import Solver
+from fewstep.models.api import FlowModel
+from fewstep.records import Rollout
 from fewstep.rng import Draw
-from fewstep.rollout.few_step import FewStep, SamplingSection
-from fewstep.shapes import Latents, Sigma, Tokens
+from fewstep.rollout.few_step import SamplingSection
+from fewstep.shapes import Latents
 
 
 @runtime_checkable
@@ -27,9 +30,29 @@ class LabelConditioner(Protocol):
     def null(self, num: int, device: torch.device | str = "cpu") -> Any: ...
 
 
+@runtime_checkable
+class Sampler(Protocol):
+    """Makes images, clips at once, or clips block by block: what ``rollout`` calls a sampler."""
+
+    @property
+    def sigmas(self) -> tuple[float, ...]: ...
+
+    @property
+    def solver(self) -> Solver: ...
+
+    @property
+    def guidance_scale(self) -> float: ...
+
+    @property
+    def sample(self) -> Callable[..., Rollout]:
+        """``(model, cond, uncond, draw, stop)``, and ``given`` for samplers that continue clips."""
+        ...
+
+
 @dataclass(frozen=True)
 class Samples:
-    """x0: on the CPU. network_calls: evaluations of the network for one sample (two a step when guided). batch_s:
+    """x0: on the CPU. network_calls: evaluations of the network for one sample (two a step when
+    guided); of a causal network, of one block. batch_s:
     seconds that the sampling of each batch took."""
 
     x0: Latents
@@ -39,7 +62,7 @@ class Samples:
 
 def generate(
     model: FlowModel,
-    sampler: FewStep,
+    sampler: Sampler,
     conditioner: LabelConditioner,
     labels: Int64[Tensor, "n"],
     seed: int,
@@ -47,25 +70,28 @@ def generate(
     batch: int = 100,
     first_key: int = 0,
     stop: int | None = None,
+    given: Latents | None = None,
     device: torch.device | str = "cpu",
 ) -> Samples:
     """One sample for each label, ``batch`` at a time.
 
     The noise of sample i is a function of (seed, first_key + i): not of the batch size, nor of what else is sampled.
     Two models sampled with one seed start from the same noise. ``stop`` is an index into the sampler's sigmas: the
-    samples are the predictions of x0 at that step.
+    samples are the predictions of x0 at that step. ``given`` are the clean frames that each clip begins with, for
+    samplers that continue clips; they come back unchanged.
 
     No global generator is used; a module is in evaluation mode meanwhile and gets its own mode back, whatever happens.
     """
-    counted, made, batch_s = _Counted(model), [], []
+    counted, made, batch_s = Counted(model), [], []
     key = torch.arange(first_key, first_key + len(labels), device=device)
     with torch.no_grad(), evaluation_mode(model):
         for rows in torch.arange(len(labels)).split(batch):
             draw = Draw(seed, "sample", 0, key[rows])
             cond = conditioner.condition(labels[rows].to(device))
             uncond = None if sampler.guidance_scale == 1.0 else conditioner.null(len(rows), device)
+            start = {} if given is None else {"given": given[rows].to(device)}
             start_s = _now(device)
-            x0 = sampler.sample(counted, cond, uncond, draw, stop).x0
+            x0 = sampler.sample(counted, cond, uncond, draw, stop, **start).x0
             batch_s.append(_now(device) - start_s)
             made.append(x0.cpu())
     return Samples(torch.cat(made), counted.num_rows / len(labels), tuple(batch_s))
@@ -106,32 +132,6 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     finally:
         for module, before in zip(modules, training, strict=True):
             module.training = before
-
-
-class _Counted:
-    """A model that counts the rows it is called with."""
-
-    def __init__(self, model: FlowModel):
-        self.model, self.num_rows = model, 0
-
-    @property
-    def geometry(self) -> Geometry:
-        return self.model.geometry
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.num_layers
-
-    @property
-    def width(self) -> int:
-        return self.model.width
-
-    def velocity(self, x_t: Latents, sigma: Sigma, cond: Any) -> Latents:
-        self.num_rows += len(x_t)
-        return self.model.velocity(x_t, sigma, cond)
-
-    def features(self, x_t: Latents, sigma: Sigma, cond: Any, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
-        return self.model.features(x_t, sigma, cond, layers)
 
 
 def _now(device: torch.device | str) -> float:

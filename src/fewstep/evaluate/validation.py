@@ -9,17 +9,20 @@ from pathlib import Path
 import torch
 from pydantic import Field, PositiveInt
 
-from fewstep.evaluate.api import LabelledImages, PixelValues
+from fewstep.evaluate.api import LabelledClips, PixelValues
+from fewstep.evaluate.clip import save_clip_grid
 from fewstep.evaluate.extractor import ExtractorSection, build_extractor
 from fewstep.evaluate.judge import Judge
-from fewstep.evaluate.picture import class_rows, save_grid
+from fewstep.evaluate.picture import class_rows, save_film, save_grid
 from fewstep.evaluate.sample import LabelConditioner, balanced_labels, generate
 from fewstep.models.api import FlowModel
+from fewstep.models.blocks import CausalSection
 from fewstep.models.codec import IdentityCodec
-from fewstep.rollout.few_step import FewStep, SamplingSection
+from fewstep.rollout.few_step import SamplingSection
+from fewstep.rollout.sampler import sampler_of
 from fewstep.section import Section
 
-_MOST_ROWS = 10
+_MOST_ROWS, _MOST_CLIP_ROWS = 10, 20
 
 
 class ValidationSection(Section):
@@ -37,7 +40,7 @@ class ValidationSection(Section):
     batch: int = Field(default=100, ge=1)
     """Samples made at once; does not change them."""
     columns: int = Field(default=8, ge=1)
-    """Pictures of each class in the grids."""
+    """Pictures or clips of each class in the grids."""
     extractor: ExtractorSection | None = ExtractorSection()
     """What the samples are judged by; null for pictures only."""
 
@@ -45,9 +48,11 @@ class ValidationSection(Section):
 class Validator:
     """Validates a model when it is called with (iteration, model).
 
-    sampling, shape, dtype: of the sampler that is trained, and of the latents. train, test: the extractor is trained on
-    one, samples are compared with the other; reading them is all that is done before training begins. folder: where the
-    grids go, ``iteration-000050.steps4.png``; None writes none (on all processes but one).
+    sampling, shape, causal, dtype: of the sampler that is trained, of the latents, and how the network cuts clips into
+    blocks (None: not at all). train, test: the extractor is trained on one, samples are compared with the other, and
+    clips that are continued begin like its clips; reading them is all that is done before training begins. folder:
+    where the grids go, ``iteration-000050.steps4.png``; None writes none (on all processes but one). Of clips, that
+    file is film strips, one sample of each class, and the grid plays in a GIF beside it.
 
     Training is the same, bit for bit, with and without validation: the random numbers are functions of the section's
     seed alone, no gradient is recorded, and modules get their mode back even when an error is raised.
@@ -61,10 +66,11 @@ class Validator:
         sampling: SamplingSection,
         conditioner: LabelConditioner,
         codec: IdentityCodec,
-        train: LabelledImages,
-        test: LabelledImages,
+        train: LabelledClips,
+        test: LabelledClips,
         *,
         shape: tuple[int, int, int, int],
+        causal: CausalSection | None = None,
         folder: Path | None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -85,7 +91,13 @@ class Validator:
                 "the best checkpoint for it cannot be told",
                 stacklevel=2,
             )
-        self.samplers = {n: FewStep.of(sampling.with_steps(n), shape, dtype) for n in section.steps or (trained,)}
+        self.samplers = {
+            n: sampler_of(sampling.with_steps(n), shape, causal, dtype) for n in section.steps or (trained,)
+        }
+        self.labels, self.given = balanced_labels(section.samples, len(train.classes)), None
+        if sampling.given_frames:
+            items = test.items(torch.arange(section.samples) % len(test))
+            self.labels, self.given = items.label, codec.encode(items.pixels)[:, : sampling.given_frames]
         self.judge: Judge | None = None
         if section.extractor is not None:
             extractor = build_extractor(section.extractor, train, device, plugins)
@@ -94,28 +106,34 @@ class Validator:
 
     def __call__(self, iteration: int, model: FlowModel) -> dict[str, float]:
         """The metrics by name, ``validation/frechet.steps4``; the grids are written meanwhile."""
-        labels = balanced_labels(self.section.samples, len(self.classes))
         metrics: dict[str, float] = {}
         for num_steps, sampler in self.samplers.items():
             samples = generate(
                 model,
                 sampler,
                 self.conditioner,
-                labels,
+                self.labels,
                 self.section.seed,
                 batch=self.section.batch,
+                given=self.given,
                 device=self.device,
             )
             pixels = self.codec.decode(samples.x0)
-            self._show(pixels, labels, f"iteration-{iteration:06d}.steps{num_steps}.png")
-            quality = self.judge(pixels, labels).model_dump(exclude_none=True) if self.judge else {}
+            self._show(pixels, f"iteration-{iteration:06d}.steps{num_steps}")
+            quality = self.judge(pixels, self.labels).model_dump(exclude_none=True) if self.judge else {}
             metrics |= {f"validation/{name}.steps{num_steps}": value for name, value in quality.items()}
         return metrics
 
-    def _show(self, pixels: PixelValues, labels: torch.Tensor, name: str) -> None:
+    def _show(self, pixels: PixelValues, name: str) -> None:
         """A grid of one class a row; only the first classes where there are many."""
         if self.folder is None:
             return
-        chosen = class_rows(labels, _MOST_ROWS, self.section.columns)
-        names = [self.classes[label] for label in labels[chosen[:, 0]].tolist()]
-        save_grid(self.folder / name, [pixels[row] for row in chosen], names)
+        is_clip = pixels.shape[1] > 1
+        chosen = class_rows(self.labels, _MOST_CLIP_ROWS if is_clip else _MOST_ROWS, self.section.columns)
+        names = [self.classes[label] for label in self.labels[chosen[:, 0]].tolist()]
+        rows = [pixels[row] for row in chosen]
+        if is_clip:
+            save_film(self.folder / f"{name}.png", pixels[chosen[:, 0]], names)
+            save_clip_grid(self.folder / f"{name}.gif", rows, names)
+        else:
+            save_grid(self.folder / f"{name}.png", rows, names)
