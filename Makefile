@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check mutants clean
+.PHONY: help demo demo-video test check mutants clean
 
 PYTHON ?= python3
 TESTS ?= tests
@@ -40,11 +40,15 @@ $(PIP) $(TORCH) -e '.$(1)'
 endef
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 18
 
 demo: $(RUNTIME)  ## train a teacher and its 4-step student on this machine, and show the report
 	@$(call debian,dataset-fashion-mnist)
 	@$(BIN)/fewstep demo
+
+demo-video: $(RUNTIME)  ## a video teacher, made causal, distilled to 4 steps, and streamed
+	@$(call debian,dataset-fashion-mnist)
+	@$(BIN)/fewstep demo-video
 
 test: $(DEV)  ## the whole suite, or TESTS=tests/flow
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(TESTS)

@@ -161,6 +161,7 @@ def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | 
         plan.dataset,
         open_dataset(plan.recipe.data, "test"),
         shape=plan.shape,
+        causal=engine.roles["student"].causal,
         folder=run.samples,
         dtype=plan.sampler.dtype,
         device=plan.device,

@@ -449,6 +449,57 @@ CHECKPOINTS = (
            "checkpoint.tensors(role)",
            ("checkpoint/test_source.py::test_the_average_is_the_default_and_every_role_can_be_had",)),
 )
+ODE = (
+    Mutant("ode-endpoint-one-step-early", "rollout/teacher_ode.py",
+           "pairwise((*self.sigmas, 0.0))",
+           "pairwise((*self.sigmas, self.sigmas[-1]))",
+           ("rollout/test_teacher_ode.py::test_the_endpoint_of_normal_data_falls_short_by_the_error_of_the_steps",)),
+    Mutant("ode-states-of-the-level-before", "rollout/teacher_ode.py",
+           "            if sigma in self.keep:",
+           "            if following in self.keep or sigma == self.sigmas[-1]:",
+           ("rollout/test_teacher_ode.py::test_the_states_of_one_point_lie_on_the_straight_line_to_it",)),
+    Mutant("ode-history-without-the-condition", "rollout/teacher_ode.py",
+           "concat([cond, batch.uncond])",
+           "concat([batch.uncond, batch.uncond])",
+           ("rollout/test_teacher_ode.py::test_all_blocks_at_once_equal_the_blocks_one_by_one",)),
+    Mutant("ode-history-filled-at-every-step", "rollout/teacher_ode.py",
+           "told, history, 0)\n            with_cond",
+           "told, teacher.prefill(clean, told), 0)\n            with_cond",
+           ("rollout/test_teacher_ode.py::test_the_history_filled_once_saves_half_of_the_tokens_and_changes_nothing",)),
+    Mutant("ode-grid-unchecked", "rollout/teacher_ode.py",
+           "        if missing:",
+           "        if False:",
+           ("rollout/test_teacher_ode.py::test_a_grid_without_the_students_noise_levels_is_refused_before_anything_starts",)),
+    Mutant("ode-history-of-the-endpoint", "methods/ode_init.py",
+           '{"clean": batch.x0}',
+           '{"clean": trajectory.endpoint}',
+           ("methods/test_ode_init.py::test_a_causal_student_sees_the_clean_blocks_of_the_ground_truth",)),
+    Mutant("ode-block-never-clean", "methods/ode_init.py",
+           "len(self.sigmas) + 1), sizes)",
+           "len(self.sigmas)), sizes)",
+           ("methods/test_ode_init.py::"
+            "test_in_causvids_form_every_block_stops_by_itself_and_sees_the_noised_blocks_before_it",)),
+    Mutant("trajectories-of-another-item", "data/trajectories.py",
+           "super().__init__(Chosen(dataset, folder.manifest),",
+           "super().__init__(dataset,",
+           ("data/test_trajectories.py::test_a_row_of_a_batch_is_a_trajectory_with_the_item_that_it_was_made_for",)),
+    Mutant("trajectories-of-any-teacher", "data/trajectories.py",
+           "        if lines:",
+           "        if False:",
+           ("data/test_trajectories.py::"
+            "test_a_manifest_that_does_not_fit_the_recipe_is_refused_with_the_values_that_differ",)),
+    Mutant("half-a-shard-counts", "data/trajectories.py",
+           "        aside.replace(file)",
+           "        aside.replace(file)\n    except BaseException:\n        aside.replace(file)\n        raise",
+           ("data/test_trajectories.py::test_a_process_killed_inside_a_shard_leaves_no_shard",)),
+)
+if __name__ == "__main__":
+    import re
+    from tests.mutants.run import judge
+    for m in ODE:
+        v = judge(m)
+        print(v.caught, m.name, v.by, round(v.time_s))
+
 # fmt: on
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -462,4 +513,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *ENGINE,
     *TRAINING,
     *CHECKPOINTS,
+    *ODE,
 )

@@ -10,6 +10,7 @@ from fewstep import __version__
 from fewstep.cli import config, recipes
 from fewstep.cli.console import Commands
 from fewstep.cli.demo import demo
+from fewstep.cli.demo_video import demo_video
 from fewstep.cli.doctor import doctor
 from fewstep.cli.evaluate import evaluate
 from fewstep.cli.export import export
@@ -52,6 +53,7 @@ def fewstep(
 
 COMMANDS = {
     "demo": demo,
+    "demo-video": demo_video,
     "train": train,
     "trajectories": trajectories,
     "sample": sample,

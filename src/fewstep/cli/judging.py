@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from pydantic import TypeAdapter
 
 from fewstep.cli.console import out, table
 from fewstep.cli.model import LoadedModel
 from fewstep.cli.shipped import find_recipe
 from fewstep.config import load_recipe
-from fewstep.data.api import Dataset
+from fewstep.data.api import Dataset, Labels
 from fewstep.data.sources import DataSection, open_dataset
 from fewstep.errors import UserError
+from fewstep.evaluate.api import PixelValues
 from fewstep.evaluate.evaluation import Evaluation, evaluate
 from fewstep.evaluate.extractor import ExtractorSection, build_extractor
 from fewstep.evaluate.judge import Judge
+from fewstep.evaluate.sample import generate
 
 
 def open_judge(loaded: LoadedModel, recipe: str | None) -> tuple[Judge, Dataset]:
@@ -73,6 +76,14 @@ def measure(
         stops=stops,
         device=loaded.device,
     )
+
+
+def long_clips(loaded: LoadedModel, num: int, num_frames: int, seed: int = 0) -> tuple[PixelValues, Labels]:
+    """``num`` clips of a causal model, longer than it was trained to make, and their classes, which take turns."""
+    labels = torch.arange(num) % len(loaded.classes)
+    sampler = loaded.sampler(loaded.sampling, num_frames)
+    made = generate(loaded.role, sampler, loaded.conditioner, labels, seed, batch=50, device=loaded.device)
+    return loaded.codec.decode(made.x0), labels
 
 
 def show_stops(row: Evaluation) -> None:

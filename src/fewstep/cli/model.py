@@ -42,10 +42,15 @@ class LoadedModel:
         path = self.source.path.resolve()
         return f"{path.parents[1].name}-{path.name}" if self.source.kind == "checkpoint" else path.name
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of noise and states."""
+        return torch.promote_types(self.role.precision, torch.float32)
+
     def sampler(self, sampling: SamplingSection, num_frames: int | None = None) -> Sampler:
         """The sampler of this model that ``sampling`` describes, of clips of the trained length or of another one."""
         shape = (num_frames or self.shape[0], *self.shape[1:])
-        return sampler_of(sampling, shape, self.role.causal, torch.promote_types(self.role.precision, torch.float32))
+        return sampler_of(sampling, shape, self.role.causal, self.dtype)
 
 
 def load_model(path: Path, *, raw: bool = False, device: str = "auto") -> LoadedModel:

@@ -148,3 +148,15 @@ def write_comparison(path: Path, teacher: LoadedModel, student: LoadedModel) -> 
         pictures.append(model.codec.decode(made.x0))
         names.append(f"{model.name}, {steps}")
     save_grid(path, pictures, names)
+
+
+def write_clips(path: Path, models: Sequence[LoadedModel], num_frames: int) -> None:
+    """A GIF of all models on the same noise, a class a column: causal ones go on for ``num_frames`` frames, the others
+    stand still after their own length."""
+    labels = torch.arange(min(len(models[0].classes), COLUMNS))
+    rows = []
+    for model in models:
+        sampler = model.sampler(model.sampling, num_frames if model.role.causal else None)
+        made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device)
+        rows.append(model.codec.decode(made.x0))
+    save_clip_grid(path, rows, [f"{model.name}, {len(model.sampling.resolved())}" for model in models])

@@ -49,12 +49,14 @@ def stream(
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import clip_writer, stream_place
     from fewstep.rng import Draw
+    from fewstep.rollout.self_forcing import SelfForcing
     from fewstep.rollout.stream import Stream
 
     loaded = load_model(model, raw=raw, device=device)
     if loaded.role.causal is None:
         raise UserError(f"{model} makes whole clips and cannot be streamed; `fewstep sample {model}` samples it")
-    causal, place = loaded.role.causal, loaded.device
+    role: Any = loaded.role
+    causal, place = role.causal, loaded.device
     shown = scheduled(label or [], loaded.classes, causal)
     conds = {index: loaded.conditioner.condition(torch.tensor([index], device=place)) for index in shown.values()}
 
@@ -65,8 +67,8 @@ def stream(
     sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
     uncond = loaded.conditioner.null(1, place) if sampling.guidance_scale != 1.0 else None
     made = Stream(
-        loaded.sampler(sampling, causal.start(num_blocks)),
-        loaded.role,
+        SelfForcing.of(sampling, (causal.start(num_blocks), *loaded.shape[1:]), causal, loaded.dtype),
+        role,
         cond_of,
         Draw(seed, "sample", 0, torch.zeros(1, dtype=torch.int64, device=place)),
         uncond=uncond,

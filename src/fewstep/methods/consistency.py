@@ -25,6 +25,7 @@ from fewstep.flow.sigmas import shift
 from fewstep.methods.api import Phase, StudentRollout
 from fewstep.methods.sft import draw_noise
 from fewstep.models.api import FlowModel
+from fewstep.models.blocks import CausalSection
 from fewstep.models.guided import guided_velocity
 from fewstep.records import Batch, Pair, Target
 from fewstep.rng import Draw
@@ -78,6 +79,16 @@ class Consistency:
         yield Phase("pair", self.pair, gives="pair")
         yield Phase("target", self.target, gives="target")
         yield Phase("student", self.student_losses, trains=("student",))
+
+    def misfits(self, student: CausalSection | None, teacher: CausalSection | None) -> Iterator[str]:
+        """What does not go together: the teacher's step depends on what it sees, and the student sees the same."""
+        cuts = [c and (c.block_frames, c.first_frame_alone) for c in (student, teacher)]
+        if cuts[0] != cuts[1]:
+            said = ["whole clips" if c is None else f"blocks of {c.block_frames} frames" for c in (student, teacher)]
+            yield (
+                f"student.causal: the student sees {said[0]}, the teacher {said[1]}; give both the same blocks (a "
+                "causal teacher is made by teacher_forcing), or neither any"
+            )
 
     def pair(self, teacher: FlowModel, batch: Batch, draw: Draw) -> Pair:
         x0, section = batch.x0, self.section

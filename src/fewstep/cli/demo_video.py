@@ -1,0 +1,76 @@
+"""``fewstep demo-video``: from a bidirectional video teacher to a causal student that streams, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fewstep.cli.console import out as console
+from fewstep.cli.console import say
+
+STAGES = (
+    ("teacher", "sft", "A teacher that sees whole clips: flow matching on moving Fashion-MNIST", {}),
+    ("causal", "teacher_forcing", "The teacher made causal: teacher forcing", {"student.init": "teacher"}),
+    ("consistency", "consistency", "Few steps: causal consistency distillation", {"teacher.init": "causal"}),
+    (
+        "student",
+        "self_forcing",
+        "On its own history: self-forcing DMD, scored by the first teacher",
+        {"teacher.init": "teacher", "student.init": "consistency"},
+    ),
+)
+"""Folder, recipe of ``wan_nano_video``, what it does, and the folders that its roles start from."""
+JUDGED = (("teacher", 20), ("causal", 20), ("causal", 4), ("consistency", None), ("student", None))
+NUM_SAMPLES, NUM_LONG, TIMES_LONGER = 500, 200, 6
+
+
+def demo_video(
+    out: Annotated[Path, typer.Option("--out", help="Folder of the runs and the clips.")] = Path("runs/demo-video"),
+) -> None:
+    """Train a video teacher, make it causal, distil it to 4 steps and stream it: minutes on two CPU cores.
+
+    Ends with two tables (quality and cost; quality against the frame index, far past the training length), clips that
+    play, and a report of each stage. An interrupted demo goes on where it stopped.
+    """
+    from fewstep.cli.demo import train
+
+    for number, (name, recipe, told, starts) in enumerate(STAGES, 1):
+        say(f"{number}/{len(STAGES) + 1}  {told} (recipe wan_nano_video/{recipe}).", style="bold")
+        train(f"wan_nano_video/{recipe}", out / name, [f"{role}={out / run}" for role, run in starts.items()])
+    say(f"{len(STAGES) + 1}/{len(STAGES) + 1}  All against clips that no training saw.", style="bold")
+    clips = compare(out)
+    say(
+        f"\nThe clips:   {clips}\nThe reports: {out / 'student' / 'report.html'}, and one in each folder beside it\n\n"
+        f"Try next:\n"
+        f'  fewstep stream {out / "student"} --frames 200 --label "Bag, circle" --label "Coat, bounce@99"\n'
+        f"  fewstep sample {out / 'student'} --frames 27\n"
+        "  fewstep recipes copy wan_nano_video/self_forcing mine.yaml"
+    )
+
+
+def compare(out: Path) -> Path:
+    """Prints the tables, writes them into the student's run, and the clips; returns the path of the clips."""
+    from fewstep.checkpoint.run_folder import RunFolder
+    from fewstep.cli.judging import long_clips, measure, open_judge
+    from fewstep.cli.model import load_model
+    from fewstep.cli.pictures import write_clips
+    from fewstep.evaluate.drift import drift, drift_table
+    from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
+    from fewstep.observe.report import write_report
+
+    models = {name: load_model(out / name) for name, *_ in STAGES}
+    student, run = models["student"], RunFolder(out / "student")
+    judge, real = open_judge(student, None)
+    settings: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seeds": (0,), "batch": 50}
+    rows = [evaluate_real(judge, real, NUM_SAMPLES)]
+    rows += [measure(models[name], judge, steps, **settings) for name, steps in JUDGED]
+    console.print(evaluation_table(rows))
+    save_evaluations(run.evaluation, rows)
+    pixels, labels = long_clips(student, NUM_LONG, TIMES_LONGER * student.shape[0])
+    console.print(drift_table(drift(pixels, labels, judge), "the student, past the length that it was trained on"))
+    path = run.samples / "compare.gif"
+    write_clips(path, [models["teacher"], models["causal"], student], TIMES_LONGER * student.shape[0])
+    write_report(run.path)
+    return path

@@ -1,0 +1,147 @@
+"""The commands on clips: a tiny causal chain, sampled, streamed and judged by the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from fewstep.cli.model import load_model
+from fewstep.rng import Draw
+from fewstep.rollout.stream import Stream
+from tests.recipes.tiny_runs import World
+from tests.test_cli import call
+
+SELF_FORCING = "wan_nano_video/self_forcing"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    made = World.make(tmp_path_factory.mktemp("video") / "world")
+    for name in ("sft", "teacher_forcing", "consistency", "self_forcing"):
+        made.train(f"wan_nano_video/{name}", "validation=null", "sampling.shift=2.0")
+    return made
+
+
+@pytest.fixture(scope="module")
+def student(world: World) -> Path:
+    return world.run(SELF_FORCING).path
+
+
+def frames_in(path: Path) -> int:
+    with Image.open(path) as picture:
+        return getattr(picture, "n_frames", 1)
+
+
+def test_sample_writes_clips_that_play(student, tmp_path):
+    text = call("sample", student, "--num", 2, "--out", tmp_path, "--single-files")
+    grid = tmp_path / "self_forcing-steps3-seed0-num2.gif"
+    assert frames_in(grid) == 9
+    assert "network calls" in text
+    assert len(list((tmp_path / grid.stem).iterdir())) == 2
+
+
+def test_a_causal_model_makes_clips_of_another_length_and_a_bidirectional_one_does_not(world, student, tmp_path):
+    call("sample", student, "--num", 1, "--frames", 15, "--out", tmp_path / "long.gif")
+    assert frames_in(tmp_path / "long.gif") == 15
+    refused = call("sample", world.run("wan_nano_video/sft").path, "--frames", 15, code=2)
+    assert "--frames 15" in refused
+    assert "9 frame(s) as a whole" in refused
+    assert "10 latent frames cannot be cut into blocks of 3" in call("sample", student, "--frames", 10, code=2)
+
+
+def test_a_file_of_the_wrong_kind_is_refused(student, tmp_path):
+    assert "the model makes clips; write a folder, or a file of .gif or .mp4" in call(
+        "sample", student, "--out", tmp_path / "a.png", code=2
+    )
+
+
+def test_stream_writes_whole_blocks_and_reports_its_speed(student, tmp_path):
+    text = call("stream", student, "--frames", 20, "--label", "Bag, circle", "--out", tmp_path / "s.gif")
+    assert frames_in(tmp_path / "s.gif") == 21
+    assert "21 frames of" in text
+    assert "first frame after" in text
+    assert "frames per second" in text
+
+
+def test_a_class_changes_at_its_block_and_not_before(student, tmp_path):
+    call("stream", student, "--frames", 18, "--label", "0", "--out", tmp_path / "plain.gif")
+    call("stream", student, "--frames", 18, "--label", "0", "--label", "7@9", "--out", tmp_path / "switched.gif")
+    plain, switched = (frames(tmp_path / name) for name in ("plain.gif", "switched.gif"))
+    assert plain[:9] == switched[:9]
+    assert plain[9:] != switched[9:]
+    assert "frame 10 is inside a block; write 9 or 12" in call("stream", student, "--label", "0@10", code=2)
+
+
+def frames(path: Path) -> list[bytes]:
+    found = []
+    with Image.open(path) as picture:
+        for number in range(getattr(picture, "n_frames", 1)):
+            picture.seek(number)
+            found.append(picture.convert("L").tobytes())
+    return found
+
+
+def test_stream_and_sample_make_the_same_clip(student):
+    """A training rollout at the last step, the sampler and the stream are one loop (invariant 37)."""
+    model = load_model(student)
+    cond = model.conditioner.condition(torch.tensor([3]))
+    draw = Draw(5, "sample", 0, torch.zeros(1, dtype=torch.int64))
+    sampler = model.sampler(model.sampling)
+    whole = sampler.sample(model.role, cond, None, draw).x0
+    blocks = list(Stream(sampler, model.role, cond, draw, num_blocks=3))
+    assert torch.equal(torch.cat(blocks, 1), whole)
+
+
+def test_a_bidirectional_model_cannot_be_streamed(world):
+    teacher = world.run("wan_nano_video/sft").path
+    assert "makes whole clips and cannot be streamed" in call("stream", teacher, code=2)
+
+
+def test_eval_judges_clips_by_their_motion_too(world, student, tmp_path):
+    place = tmp_path / "evaluation.json"
+    call("eval", student, "--num-samples", 66, "--out", place)
+    assert '"motion_error"' in place.read_text()
+
+
+def test_frames_that_do_not_divide_into_blocks_are_refused_before_any_weight_is_loaded(world):
+    text = call(
+        "train",
+        "wan_nano_video/teacher_forcing",
+        *world.overrides("wan_nano_video/teacher_forcing", 3),
+        "student.causal={block_frames: 4}",
+        "--run",
+        world.path / "refused",
+        code=2,
+    )
+    assert "9 latent frames cannot be cut into blocks of 4 frames" in text
+    assert not (world.path / "refused").exists()
+
+
+def test_a_causal_method_without_a_causal_student_is_refused(world):
+    text = call(
+        "train",
+        "wan_nano_video/teacher_forcing",
+        *world.overrides("wan_nano_video/teacher_forcing", 3),
+        "student.causal=null",
+        "--run",
+        world.path / "refused",
+        code=2,
+    )
+    assert "method 'teacher_forcing' trains a causal student; write student.causal" in text
+
+
+def test_consistency_wants_a_teacher_that_sees_what_the_student_sees(world):
+    text = call(
+        "train",
+        "wan_nano_video/consistency",
+        *world.overrides("wan_nano_video/consistency", 3),
+        f"teacher.init={world.run('wan_nano_video/sft').path}",
+        "student.causal={block_frames: 3}",
+        "--run",
+        world.path / "refused",
+        code=2,
+    )
+    assert "the student sees blocks of 3 frames, the teacher whole clips" in text
