@@ -493,13 +493,6 @@ ODE = (
            "        aside.replace(file)\n    except BaseException:\n        aside.replace(file)\n        raise",
            ("data/test_trajectories.py::test_a_process_killed_inside_a_shard_leaves_no_shard",)),
 )
-if __name__ == "__main__":
-    import re
-    from tests.mutants.run import judge
-    for m in ODE:
-        v = judge(m)
-        print(v.caught, m.name, v.by, round(v.time_s))
-
 # fmt: on
 
 MUTANTS: tuple[Mutant, ...] = (
