@@ -218,6 +218,8 @@ def test_doctor_counts_no_extra_that_nothing_uses_and_installs_from_the_checkout
         assert "not needed yet" in found[f"extra {extra}"].detail
     assert found["extra hf"].state == "missing"
     assert found["extra hf"].remedy == "pip install -c constraints.txt -e '.[hf]'"
+    assert (found["extra video"].state, found["extra ray"].state) == ("missing", "later")
+    assert found["extra video"].remedy == "pip install -c constraints.txt -e '.[video]'"
 
 
 def test_doctor_says_that_a_compiled_recipe_needs_a_gpu(tmp_path, monkeypatch):

@@ -23,10 +23,10 @@ EXTRAS = {
     "hf": (("diffusers", "transformers"), "published models, diffusers pipelines"),
     "wandb": (("wandb",), "tracking by Weights & Biases"),
     "ray": (("ray",), "several groups of GPUs"),
-    "video": (("av",), "reading and writing videos"),
+    "video": (("av",), "folders of videos, mp4 files of clips and streams"),
 }
 """Optional extras: their packages, and what they are for."""
-NOT_NEEDED_YET = ("ray", "video")
+NOT_NEEDED_YET = ("ray",)
 """Extras that nothing in this version uses."""
 STYLES = {"ok": "green", "later": "dim", "missing": "yellow", "fault": "bold red"}
 GIB = 2**30
