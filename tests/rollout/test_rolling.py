@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.rollout.clips import (
     sampler,
 )
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 LADDER = (1.0, 0.9, 0.75, 0.5)
 ROLLED: list[dict[str, Any]] = [
     {"block_frames": 1},
@@ -227,6 +229,26 @@ def test_half_of_the_iterations_are_plain_self_forcing():
         if not found.windows:
             assert torch.equal(found.x0, plain(model, batch(), draw(iteration)).x0)
     assert 5 < rolled < 15
+
+
+@pytest.mark.usefixtures("checked_shapes")
+@pytest.mark.parametrize(
+    "made", [sampler(FORMS[5], 6), rolling(FORMS[5], 1), rolling(ROLLED[1], 2)], ids=["plain", "one", "two"]
+)
+def test_what_samplers_take_and_give_has_the_shapes_of_their_annotations(made):
+    form = ROLLED[1] if isinstance(made, Rolling) and made.rolling_blocks == 2 else FORMS[5]
+    model, given = network(form, layers=1), data(3)
+    made = dataclasses.replace(made, given_frames=3, history_sigma=0.1, guidance_scale=2.0)
+    with torch.no_grad():
+        rollouts = [made(model, batch(data(11)), draw(iteration)) for iteration in range(4)]
+        whole = made.sample(model, COND, UNCOND, draw(), given=given)
+        blocks = list(Stream(made, model, COND, draw(), uncond=UNCOND, num_blocks=6, given=given))
+    assert [block.shape[1] for block in blocks] == [2] * 4
+    for rollout in (whole, *rollouts):
+        assert rollout.x0.shape == rollout.x_stop.shape == (2, 11, *CHW)
+        assert rollout.sigma_stop.shape == (2, 11)
+    for rollout in rollouts:
+        assert relative(made.again(model, rollout, batch()), rollout.x0) < 1e-10
 
 
 # --- from a recipe ----------------------------------------------------------------------------------------------------

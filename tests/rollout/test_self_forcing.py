@@ -35,6 +35,8 @@ from tests.rollout.clips import (
     written_out,
 )
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 
 def iteration_of(made: SelfForcing, stops: list[int]) -> int:
     return next(i for i in itertools.count() if [made._drawn(draw(i))(b) for b in range(len(stops))] == stops)
