@@ -26,9 +26,8 @@ LONG = Moving(80, seed=2, frames=24)
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    cache = tmp_path_factory.mktemp("cache")
-    return Judge(build_extractor(section(cache, updates=150), TRAIN, "cpu"), TEST, cache)
+def judge(shared_cache: Path) -> Judge:
+    return Judge(build_extractor(section(shared_cache, updates=150), TRAIN, "cpu"), TEST, shared_cache)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fewstep.errors import UserError
+from fewstep.evaluate.drift import Drift
 from fewstep.evaluate.evaluation import (
     Evaluation,
     evaluate,
@@ -23,11 +25,21 @@ from fewstep.evaluate.evaluation import (
     save_evaluations,
 )
 from fewstep.evaluate.extractor import build_extractor
-from fewstep.evaluate.judge import Judge
+from fewstep.evaluate.judge import Judge, Quality
+from fewstep.evaluate.motion import motion_errors
 from fewstep.evaluate.sample import balanced_labels, generate
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.rollout.few_step import FewStep, SamplingSection
-from tests.evaluate.small import SHAPE, Stripes, StripesConditioner, StripesModel, section
+from tests.evaluate.small import (
+    MOVING_SHAPE,
+    PHYSICS,
+    SHAPE,
+    Moving,
+    Stripes,
+    StripesConditioner,
+    StripesModel,
+    section,
+)
 
 TRAIN, TEST = Stripes(150, seed=0), Stripes(120, seed=1)
 CODEC = IdentityCodec(IdentitySection())
@@ -35,9 +47,8 @@ FOUR = FewStep.of(SamplingSection(steps=4, shift=2.0, solver="ode"), SHAPE)
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    cache = tmp_path_factory.mktemp("cache")
-    return Judge(build_extractor(section(cache, updates=40), TRAIN, "cpu"), TEST, cache)
+def judge(shared_cache: Path) -> Judge:
+    return Judge(build_extractor(section(shared_cache, updates=40), TRAIN, "cpu"), TEST, shared_cache)
 
 
 def run(judge: Judge, model: Any = None, sampler: FewStep = FOUR, **settings: Any) -> Evaluation:
@@ -172,3 +183,60 @@ def test_the_table_fits_into_80_columns(judge: Judge):
     assert "…" not in text
     for heading in ("Model", "Steps", "Calls", "Frechet", "Acc.", "Prec.", "Recall", "Cover.", "ms"):
         assert heading in text
+
+
+MOVING, OTHER = Moving(400, seed=0), Moving(100, seed=1)
+
+
+class MovingModel(StripesModel):
+    """Makes the first clip of each class of the data, whatever the noise."""
+
+    def velocity(self, x_t: Tensor, sigma: Tensor, cond: Any) -> Tensor:
+        return (x_t - MOVING.values[cond.label].to(x_t)) / sigma[:, :, None, None, None]
+
+
+@pytest.fixture(scope="module")
+def of_clips(shared_cache: Path) -> tuple[Evaluation, Evaluation]:
+    """Real clips, and a model of clips."""
+    judge = Judge(build_extractor(section(shared_cache, updates=150), MOVING, "cpu"), OTHER, shared_cache)
+    sampler = FewStep.of(SamplingSection(steps=2), MOVING_SHAPE)
+    model = evaluate("student", MovingModel(), sampler, StripesConditioner(), CODEC, judge, num_samples=70, batch=50)
+    return evaluate_real(judge, MOVING, 100), model
+
+
+def test_clips_are_evaluated_with_their_motion(of_clips: tuple[Evaluation, Evaluation]):
+    real, model = of_clips
+    assert (real.num_frames, model.num_frames) == (6, 6)
+    assert model.item_accuracy == 1.0
+    expected = motion_errors(MOVING.values[:4], MOVING.label[:4] % 2, PHYSICS).mean(1)[torch.arange(70) % 4].mean()
+    assert model.motion_error == pytest.approx(expected.item(), abs=1e-3)
+    assert model.recall < 0.2 < real.recall, "four clips are no variety"
+    assert model.ms_per_image is not None
+    assert model.frames_per_s == pytest.approx(6000 / model.ms_per_image)
+    assert real.frames_per_s is None
+
+
+def test_drift_goes_into_the_file_with_the_rest(tmp_path: Path, of_clips: tuple[Evaluation, Evaluation]):
+    real, model = of_clips
+    quality = {name: getattr(model, name) for name in Quality.model_fields}
+    longer = model.model_copy(update={"drift": tuple(Drift(**quality, first_frame=first) for first in (0, 6))})
+    save_evaluations(tmp_path / "evaluation.json", [real, longer])
+    assert load_evaluations(tmp_path / "evaluation.json") == [real, longer]
+
+
+def test_a_file_of_images_from_before_there_were_clips_is_still_read(tmp_path: Path, judge: Judge):
+    entry = evaluate_real(judge, TRAIN, 90)
+    new = {"item_accuracy", "motion_accuracy", "motion_error", "num_frames", "drift"}
+    (tmp_path / "old.json").write_text(json.dumps([entry.model_dump(mode="json", exclude=new)]))
+    assert load_evaluations(tmp_path / "old.json") == [entry]
+
+
+def test_the_table_of_clips_fits_into_80_columns(of_clips: tuple[Evaluation, Evaluation]):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(evaluation_table(of_clips))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    for heading in ("Frechet", "Item", "Motion", "Error", "Recall", "Cover.", "ms"):
+        assert heading in text
+    assert "Acc." not in text
+    assert "Prec." not in text

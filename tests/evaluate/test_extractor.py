@@ -34,9 +34,9 @@ MOVING = Moving(400, seed=0)
 
 
 @pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> ClassifierExtractor:
+def moving(shared_cache: Path) -> ClassifierExtractor:
     """A classifier of clips of 6 frames."""
-    extractor = build_extractor(section(tmp_path_factory.mktemp("moving"), updates=150), MOVING, "cpu")
+    extractor = build_extractor(section(shared_cache, updates=150), MOVING, "cpu")
     assert isinstance(extractor, ClassifierExtractor)
     return extractor
 
@@ -186,11 +186,12 @@ def test_clips_of_another_length_or_size_are_refused(moving: ClassifierExtractor
 def test_a_classifier_of_clips_is_cached_and_read_from_a_file_like_one_of_images(
     tmp_path: Path, moving: ClassifierExtractor
 ):
-    again = build_extractor(section(tmp_path, updates=150), MOVING, "cpu")
-    assert again.id == moving.id
-    assert again.id.startswith("clip-classifier-1:")
+    few = section(tmp_path, updates=3)
+    first, second = (build_extractor(few, MOVING, "cpu") for _ in range(2))
+    assert first.id == second.id != moving.id
+    assert first.id.startswith("clip-classifier-1:")
     (file,) = tmp_path.iterdir()
-    assert "32x150" in file.name, "32 clips a batch"
+    assert "32x3" in file.name, "32 clips a batch"
     save_classifier(moving.network, tmp_path / "mine.safetensors")
     read = build_extractor(ExtractorSection(name="file", path=str(tmp_path / "mine.safetensors")), MOVING, "cpu")
     clips = Moving(3, seed=2).values

@@ -13,18 +13,25 @@ from fewstep.errors import UserError
 from fewstep.evaluate import judge as judge_module
 from fewstep.evaluate.classifier import as_values
 from fewstep.evaluate.extractor import build_extractor
-from fewstep.evaluate.judge import Judge, Quality, chosen_ids, mean, spread
+from fewstep.evaluate.judge import Judge, Quality, chosen_ids, filled, mean, spread
+from fewstep.evaluate.motion import motion_errors
 from fewstep.evaluate.quality import Gaussian, frechet_distance, neighbourhood
 from fewstep.rng import permutation
-from tests.evaluate.small import Stripes, section
+from tests.evaluate.small import PHYSICS, Moving, Stripes, section
 
 TRAIN, TEST = Stripes(150, seed=0), Stripes(120, seed=1)
+MOVING, OTHER = Moving(400, seed=0), Moving(100, seed=1)
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    cache = tmp_path_factory.mktemp("cache")
-    return Judge(build_extractor(section(cache, updates=40), TRAIN, "cpu"), TEST, cache)
+def judge(shared_cache: Path) -> Judge:
+    return Judge(build_extractor(section(shared_cache, updates=40), TRAIN, "cpu"), TEST, shared_cache)
+
+
+@pytest.fixture(scope="module")
+def moving(shared_cache: Path) -> Judge:
+    """A judge of clips of items in motion."""
+    return Judge(build_extractor(section(shared_cache, updates=150), MOVING, "cpu"), OTHER, shared_cache)
 
 
 def test_a_judgement_is_the_formulas_on_the_features_of_8_bit_pictures(judge: Judge):
@@ -141,3 +148,63 @@ def test_mean_and_spread_are_taken_metric_by_metric():
     bad = a.model_copy(update={"frechet": math.nan})
     assert math.isnan(mean([a, bad]).frechet)
     assert math.isnan(spread([a, bad]).frechet)
+
+
+def test_of_items_in_motion_both_parts_of_the_class_are_judged(moving: Judge):
+    clips = Moving(80, seed=2)
+    logits = moving.extractor.logits(moving.extractor.features(clips.values))
+    assert logits is not None
+    seen = logits.argmax(1)
+    found = moving(clips.values, clips.label)
+    assert found.accuracy == pytest.approx((seen == clips.label).double().mean().item())
+    assert found.item_accuracy == pytest.approx((seen // 2 == clips.label // 2).double().mean().item())
+    assert found.motion_accuracy == pytest.approx((seen % 2 == clips.label % 2).double().mean().item())
+    errors = motion_errors(clips.values, clips.label % 2, PHYSICS)
+    assert found.motion_error == pytest.approx(errors.mean().item())
+    assert found.motion_error < 0.1
+
+
+def test_the_wrong_item_and_the_wrong_motion_cost_their_own_accuracy_alone(moving: Judge):
+    clips = Moving(80, seed=2)
+    right = moving(clips.values, clips.label)
+    item, motion = moving(clips.values, clips.label ^ 2), moving(clips.values, clips.label ^ 1)
+    assert right.item_accuracy is not None
+    assert right.motion_accuracy is not None
+    assert item.item_accuracy == pytest.approx(1 - right.item_accuracy)
+    assert (item.motion_accuracy, item.motion_error) == (right.motion_accuracy, right.motion_error)
+    assert motion.motion_accuracy == pytest.approx(1 - right.motion_accuracy)
+    assert motion.item_accuracy == right.item_accuracy
+    assert motion.motion_error is not None
+    assert right.motion_error is not None
+    assert motion.motion_error > 3 * right.motion_error
+
+
+def test_real_clips_are_near_and_frozen_ones_are_far(moving: Judge):
+    real = moving.real(MOVING, 100)
+    frozen = moving(OTHER.values[:, :1].expand_as(OTHER.values), OTHER.label)
+    assert frozen.frechet > 5 * real.frechet
+    assert real.motion_error is not None
+    assert frozen.motion_error is not None
+    assert real.motion_error < 0.1 < 0.5 < frozen.motion_error
+
+
+def test_real_clips_that_are_their_own_reference_have_the_motion_error_of_what_is_judged(tmp_path: Path, moving: Judge):
+    own = Judge(moving.extractor, MOVING, tmp_path)
+    judged = permutation(0, "halves", 400).chunk(2)[0][:70]
+    errors = motion_errors(MOVING.values[judged], MOVING.label[judged] % 2, PHYSICS)
+    assert own.real(MOVING, 70).motion_error == pytest.approx(errors.mean().item())
+
+
+def test_images_have_no_motion_and_mean_and_spread_leave_it_out(judge: Judge):
+    found = judge.real(TRAIN, 100)
+    assert found.item_accuracy is found.motion_accuracy is found.motion_error is None
+    assert mean([found, found]).motion_error is spread([found, found]).motion_error is None
+
+
+def test_a_table_shows_what_is_known_and_of_items_in_motion_nothing_that_says_less(judge: Judge):
+    images = judge.real(TRAIN, 100)
+    assert filled([images]) == ["frechet", "accuracy", "precision", "recall", "coverage"]
+    clips = images.model_copy(update={"item_accuracy": 0.5, "motion_accuracy": 0.5, "motion_error": 0.1})
+    expected = ["frechet", "item_accuracy", "motion_accuracy", "motion_error", "recall", "coverage"]
+    assert filled([clips]) == expected
+    assert filled([images.model_copy(update={"accuracy": None})]) == ["frechet", "precision", "recall", "coverage"]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fewstep.evaluate.sample import balanced_labels, departures, generate
+from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.model import Wan
 from fewstep.rng import Draw
 from fewstep.rollout.few_step import FewStep, SamplingSection
+from fewstep.rollout.self_forcing import SelfForcing
 from tests.evaluate.small import SHAPE, STD, StripesConditioner, StripesModel, means
 from tests.models.tiny import LABELS, tiny_section, tiny_wan
 
@@ -154,3 +156,60 @@ def test_a_departure_from_the_trained_sampler_names_the_trained_value():
         "sampled with solver ode; the network was trained for renoise",
         "sampled with guidance_scale 5.0; the network was trained for 1.0",
     ]
+
+
+def test_clips_are_sampled_like_images_frame_count_and_all():
+    """A shape with f > 1: many steps of the exact velocity reach the data in every frame."""
+    shape = (3, *SHAPE[1:])
+
+    class Clips(StripesModel):
+        def velocity(self, x_t: Tensor, sigma: Tensor, cond: Any) -> Tensor:
+            return torch.cat(
+                [super(Clips, self).velocity(x_t[:, f : f + 1], sigma[:, f : f + 1], cond) for f in range(3)], 1
+            )
+
+    labels = torch.arange(3).repeat_interleave(100)
+    fine = FewStep.of(SamplingSection(steps=30, solver="ode"), shape)
+    made = generate(Clips(), fine, StripesConditioner(), labels, 1, batch=77)
+    assert made.x0.shape == (300, *shape)
+    assert made.network_calls == 30
+    clips = made.x0.view(3, 100, *shape)
+    torch.testing.assert_close(clips.mean(1), means().expand(-1, 3, -1, -1, -1), rtol=0, atol=0.1)
+    assert clips.std(1).mean().item() == pytest.approx(STD, rel=0.1)
+
+
+CAUSAL = CausalSection(block_frames=2)
+
+
+def causal_wan() -> Any:
+    section = tiny_section(LABELS, layers=2, causal=CAUSAL)
+    return tiny_wan(section, torch.float64)
+
+
+@pytest.mark.parametrize(("guidance_scale", "rows"), [(1.0, 1), (2.5, 2)])
+def test_a_clip_made_block_by_block_counts_a_call_for_each_block_and_step_and_one_for_each_block_of_the_past(
+    guidance_scale: float, rows: int
+):
+    """3 blocks at 3 steps, and 2 that enter the history: METHODS, network calls."""
+    model = causal_wan()
+    blocks = SelfForcing(SIGMAS, "renoise", (6, *LATENT[1:]), guidance_scale, torch.float64)
+    made = generate(model, blocks, model.conditioner, FIVE, 7, batch=2)
+    assert made.network_calls == rows * (3 * 3 + 2)
+    with torch.no_grad():
+        uncond = model.conditioner.null(5)
+        expected = blocks.sample(
+            model, model.conditioner.condition(FIVE), uncond, Draw(7, "sample", 0, torch.arange(5))
+        )
+    torch.testing.assert_close(made.x0, expected.x0, rtol=1e-9, atol=1e-9)
+
+
+def test_given_frames_come_back_and_each_clip_continues_its_own():
+    model = causal_wan()
+    blocks = SelfForcing(SIGMAS, "renoise", (4, *LATENT[1:]), dtype=torch.float64, given_frames=2)
+    given = torch.randn(5, 2, *LATENT[1:], dtype=torch.float64)
+    made = generate(model, blocks, model.conditioner, FIVE, 7, batch=2, given=given).x0
+    assert torch.equal(made[:, :2], given)
+    other = given.clone()
+    other[3] += 1
+    changed = generate(model, blocks, model.conditioner, FIVE, 7, batch=3, given=other).x0[:, 2:] - made[:, 2:]
+    assert (changed.flatten(1).abs().amax(1) > 1e-6).tolist() == [False, False, False, True, False]

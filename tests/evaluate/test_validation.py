@@ -13,13 +13,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fewstep.errors import UserError
+from fewstep.evaluate.picture import save_film
 from fewstep.evaluate.sample import balanced_labels, generate
 from fewstep.evaluate.validation import ValidationSection, Validator
+from fewstep.models.blocks import CausalSection
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.wan.conditioner import ClassLabelSection
 from fewstep.models.wan.model import Wan
 from fewstep.rollout.few_step import FewStep, SamplingSection
-from tests.evaluate.small import SHAPE, Stripes, StripesConditioner, StripesModel, section
+from fewstep.rollout.self_forcing import SelfForcing
+from tests.evaluate.small import MOVING_SHAPE, SHAPE, Moving, Stripes, StripesConditioner, StripesModel, section
 from tests.models.tiny import tiny_section, tiny_wan
 
 TRAIN, TEST = Stripes(150, seed=0), Stripes(120, seed=1)
@@ -27,9 +30,9 @@ CODEC = IdentityCodec(IdentitySection())
 TRAINED = SamplingSection(sigmas=(1.0, 0.9, 0.3), shift=2.0)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+@pytest.fixture
+def cache(shared_cache: Path) -> Path:
+    return shared_cache
 
 
 def validator(cache: Path, folder: Path | None = None, conditioner: Any = None, **settings: Any) -> Validator:
@@ -164,3 +167,68 @@ def test_the_section_refuses_what_makes_no_sense():
     ):
         with pytest.raises(ValidationError):
             ValidationSection(**settings)  # type: ignore[arg-type]
+
+
+MOVING, OTHER = Moving(400, seed=0), Moving(100, seed=1)
+
+
+def moving_validator(cache: Path, conditioner: Any, sampling: SamplingSection = TRAINED, **settings: Any) -> Validator:
+    place = {name: settings.pop(name) for name in ("folder", "causal", "shape") if name in settings}
+    settings = {"every": 1, "samples": 70, "extractor": section(cache, updates=150), "columns": 3} | settings
+    return Validator(
+        ValidationSection(**settings),
+        sampling,
+        conditioner,
+        CODEC,
+        MOVING,
+        OTHER,
+        **({"shape": MOVING_SHAPE, "folder": None} | place),
+    )
+
+
+def test_clips_are_shown_as_film_strips_and_playing_and_judged_with_their_motion(cache: Path, tmp_path: Path):
+    network = tiny_wan(tiny_section(ClassLabelSection(classes=4), channels=1, layers=1))
+    check = moving_validator(cache, network.conditioner, folder=tmp_path)
+    metrics = check(50, network)
+    names = (
+        "frechet",
+        "accuracy",
+        "precision",
+        "recall",
+        "coverage",
+        "item_accuracy",
+        "motion_accuracy",
+        "motion_error",
+    )
+    assert set(metrics) == {f"validation/{name}.steps3" for name in names}
+    assert {path.name for path in tmp_path.iterdir()} == {f"iteration-000050.steps3.{end}" for end in ("png", "gif")}
+    strips, grid = (Image.open(tmp_path / f"iteration-000050.steps3.{end}") for end in ("png", "gif"))
+    assert grid.n_frames == 6  # type: ignore[attr-defined]
+    assert grid.height == 4 * 50 + 2, "a class a row"
+    assert strips.height > grid.height, "and the numbers of the frames"
+    assert strips.width - grid.width == (6 - 3) * 50, "6 frames of one clip a row, and 3 clips a row"
+    samples = generate(network, check.samplers[3], network.conditioner, balanced_labels(70, 4), 0)
+    clip = torch.stack([samples.x0[row] for row in range(4)])
+    save_film(tmp_path / "film.png", CODEC.decode(clip), MOVING.classes)
+    assert (tmp_path / "film.png").read_bytes() == (tmp_path / "iteration-000050.steps3.png").read_bytes()
+
+
+def test_a_causal_network_is_validated_block_by_block(cache: Path):
+    causal = CausalSection(block_frames=2)
+    network = tiny_wan(tiny_section(ClassLabelSection(classes=4), channels=1, layers=1, causal=causal))
+    check = moving_validator(cache, network.conditioner, causal=causal)
+    assert check.samplers == {3: SelfForcing((1.0, 0.9, 0.3), "renoise", MOVING_SHAPE)}
+    assert check(1, network) == check(2, network)
+    with pytest.raises(UserError, match="6 latent frames cannot be cut into blocks of 4"):
+        moving_validator(cache, network.conditioner, causal=CausalSection(block_frames=4))
+
+
+def test_clips_that_are_continued_begin_with_frames_of_the_test_data_and_are_told_their_classes(cache: Path):
+    causal = CausalSection(block_frames=2)
+    network = tiny_wan(tiny_section(ClassLabelSection(classes=4), channels=1, layers=1, causal=causal))
+    sampling = SamplingSection(steps=2, given_frames=2)
+    check = moving_validator(cache, network.conditioner, sampling, causal=causal, samples=120)
+    assert check.given is not None
+    assert torch.equal(check.given, CODEC.encode(OTHER.pixels)[torch.arange(120) % 100, :2])
+    assert torch.equal(check.labels, OTHER.label[torch.arange(120) % 100])
+    assert "validation/motion_error.steps2" in check(1, network)

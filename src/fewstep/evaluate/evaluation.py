@@ -68,6 +68,11 @@ class Evaluation(Quality):
     """Hash of the real data."""
 
     @property
+    def frames_per_s(self) -> float | None:
+        """Frames that are made in a second; None for real data."""
+        return 1000 * self.num_frames / self.ms_per_image if self.ms_per_image else None
+
+    @property
     def spread(self) -> Quality:
         """The standard deviation between the seeds; NaN for one seed."""
         return spread(self.per_seed)

@@ -67,9 +67,9 @@ HEADINGS = {
 
 def filled(rows: Sequence[Quality]) -> list[str]:
     """The metrics that a table of ``rows`` shows: those that any of them has. Where item and motion are told apart, the
-    accuracy of both together is left out."""
+    accuracy of both together and the precision are left out, which say less than these and would make it too wide."""
     known = [name for name in HEADINGS if any(getattr(row, name) is not None for row in rows)]
-    return [name for name in known if name != "accuracy" or "item_accuracy" not in known]
+    return [name for name in known if "item_accuracy" not in known or name not in ("accuracy", "precision")]
 
 
 def mean(qualities: Sequence[Quality]) -> Quality:

@@ -25,6 +25,8 @@ generated frames would draw their centre of brightness to the middle."""
 
 _GRIDS = ((4, 1 / 16), (2, 1 / 64), (2, 1 / 256))
 """The search for the item's constant: steps to each side, and their length in boxes."""
+_CLIPS = 64
+"""That are searched at once."""
 
 
 def motion_errors(
@@ -38,16 +40,8 @@ def motion_errors(
     """
     if pixels.shape[1] < 3:
         raise ValueError(f"motion is judged by three frames in succession, and the clips have {pixels.shape[1]}")
-    seen, motion = centroids(pixels), motion.cpu()
-    offset, least = torch.zeros(len(seen), 1, 2, dtype=seen.dtype), _errors(seen, motion, physics)
-    for reach, length in _GRIDS:
-        places = torch.arange(-reach, reach + 1, dtype=seen.dtype) * length * physics.item_size
-        for shift in offset + torch.cartesian_prod(places, places)[:, None, None]:
-            errors = _errors(seen - shift, motion, physics)
-            better = errors.mean(1) < least.mean(1)
-            least = torch.where(better[:, None], errors, least)
-            offset = torch.where(better[:, None, None], shift, offset)
-    return least
+    parts = zip(centroids(pixels).split(_CLIPS), motion.cpu().split(_CLIPS), strict=True)
+    return torch.cat([_least_errors(*part, physics) for part in parts])
 
 
 def centroids(pixels: PixelValues) -> Positions:
@@ -70,6 +64,20 @@ def num_motions(classes: Sequence[str]) -> int:
     if list(classes) != [f"{item}, {motion}" for item in items for motion in motions]:
         raise ValueError(f"classes of moving data are all pairs 'item, motion', not {', '.join(classes)}")
     return len(motions)
+
+
+def _least_errors(seen: Positions, motion: Int64[Tensor, "b"], physics: Physics) -> Float[Tensor, "b frames_less_2"]:
+    """The errors under the constant of each clip that makes their mean least."""
+    clip = torch.arange(len(seen))
+    constant, errors = torch.zeros(len(seen), 1, 2, dtype=seen.dtype), torch.empty(0)
+    for reach, length in _GRIDS:
+        places = torch.arange(-reach, reach + 1, dtype=seen.dtype) * length * physics.item_size
+        choices = constant + torch.cartesian_prod(places, places)[:, None, None]
+        centres = (seen - choices).flatten(0, 1)
+        found = _errors(centres, motion.repeat(len(choices)), physics).unflatten(0, choices.shape[:2])
+        best = found.mean(2).argmin(0)
+        constant, errors = choices[best, clip], found[best, clip]
+    return errors
 
 
 def _errors(centres: Positions, motion: Int64[Tensor, "b"], physics: Physics) -> Float[Tensor, "b frames_less_2"]:
