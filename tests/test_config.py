@@ -24,6 +24,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.methods import METHODS
 from fewstep.section import Section
 
+TF = recipes_folder() / "wan_nano_video" / "teacher_forcing.yaml"
 SFT, DMD2 = recipes_folder() / "wan_nano" / "sft.yaml", recipes_folder() / "wan_nano" / "dmd2_gan.yaml"
 
 
@@ -414,6 +415,7 @@ def recipe_errors(path: Path, *overrides: str) -> list[str]:
         (DMD2, ["sampling.guidance_scale=4"], "override sampling.guidance_scale = 4: the student is trained unguided; write 1.0 (method.guidance_scale guides the teacher)"),
         (SFT, ["sampling.guidance_scale=4", "method.cond_dropout=0"], "override sampling.guidance_scale = 4: guidance compares with the null condition, which method.cond_dropout = 0 never trains; write 1.0, or method.cond_dropout: 0.1"),
         (DMD2, ["method.critic_warmup_updates=220"], "dmd2_gan.yaml:4: iterations = 110: no iteration trains the student, all are warm-up; write more iterations or a lower method.critic_warmup_updates"),
+        (TF, ["method.given_frames=3"], "override method.given_frames = 3: the sampler is given 0 frames (sampling.given_frames); write the same number"),
         (SFT, ["iterations=0"], "override iterations = 0: is out of range; write a number at least 1"),
         (SFT, ["ema.decay=1"], "override ema.decay = 1: is out of range; write a number below 1"),
         (SFT, ["name=../up"], "override name = '../up': does not fit; write name: <text> (Name of the run, of letters, digits, `._-`"),

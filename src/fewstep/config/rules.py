@@ -20,6 +20,7 @@ def broken_rules(recipe: Any, method_class: Any) -> list[Problem]:
         *_parts(recipe, method),
         *_guidance(recipe, method),
         *_warm_up(recipe, method),
+        *_given(recipe),
     ]
 
 
@@ -96,4 +97,15 @@ def _warm_up(recipe: Any, method: Any) -> Iterator[Problem]:
             "no iteration trains the student, all are warm-up; write more iterations or a lower "
             "method.critic_warmup_updates",
             (("method", "critic_warmup_updates"),),
+        )
+
+
+def _given(recipe: Any) -> Iterator[Problem]:
+    """Frames that are given in training are given in sampling."""
+    trained = getattr(recipe.method, "given_frames", None)
+    if trained is not None and trained != recipe.sampling.given_frames:
+        yield Problem(
+            ("method", "given_frames"),
+            f"the sampler is given {recipe.sampling.given_frames} frames (sampling.given_frames); write the same number",
+            (("sampling", "given_frames"),),
         )

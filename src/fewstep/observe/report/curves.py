@@ -15,6 +15,8 @@ _TITLES = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "dmd_rms": "rms of the DMD gradient",
+    "sid": "SiD loss",
+    "sid_rms": "rms of the SiD gradient",
     "gradient_rms": "rms of the gradient",
     "gan": "GAN loss",
     "frechet": "Frechet distance",
@@ -27,7 +29,7 @@ _NOTES = {
     "mean": "A warning is given when a mean moves by more than half a std from its first value.",
     "std": "A warning is given when a std leaves half to twice its first value.",
 }
-_ORDER = ("loss", "gan", "dmd_rms", "gradient_rms", "frechet", "accuracy", "grad_norm", "lr", "mean", "std")
+_ORDER = ("loss", "gan", "dmd_rms", "sid", "sid_rms", "gradient_rms", "frechet", "accuracy", "grad_norm", "lr", "mean", "std")
 _COUNTERS = ("updates", "skipped")
 
 Points = list[tuple[float, float]]
