@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from fewstep.cli.model import load_model
+from fewstep.evaluate.evaluation import load_evaluations
 from fewstep.rng import Draw
 from fewstep.rollout.stream import Stream
 from tests.recipes.tiny_runs import World
@@ -40,6 +41,7 @@ def test_sample_writes_clips_that_play(student, tmp_path):
     grid = tmp_path / "self_forcing-steps3-seed0-num2.gif"
     assert frames_in(grid) == 9
     assert "network calls" in text
+    assert grid.with_suffix(".png").is_file()
     assert len(list((tmp_path / grid.stem).iterdir())) == 2
 
 
@@ -102,8 +104,11 @@ def test_a_bidirectional_model_cannot_be_streamed(world):
 
 def test_eval_judges_clips_by_their_motion_too(world, student, tmp_path):
     place = tmp_path / "evaluation.json"
-    call("eval", student, "--num-samples", 66, "--out", place)
-    assert '"motion_error"' in place.read_text()
+    text = call("eval", student, "--num-samples", 66, "--long", 21, "--out", place)
+    assert "clips of 21 frames, window by window" in text
+    _, judged = load_evaluations(place)
+    assert judged.motion_error is not None
+    assert [row.first_frame for row in judged.drift] == [0, 9, 12]
 
 
 def test_frames_that_do_not_divide_into_blocks_are_refused_before_any_weight_is_loaded(world):

@@ -55,6 +55,9 @@ save_file({"first": first, "x0": x0.contiguous()}, result)
 assert not any(name.startswith("fewstep") for name in sys.modules)
 """
 
+PLAIN = {"first_block_steps": None, "history_sigma": 0.0, "given_frames": 0, "stop": "shared", "rolling_blocks": 1}
+"""What a sampler of whole clips says of blocks."""
+
 
 def test_diffusers_alone_runs_it_as_trained_in_a_fresh_process(tmp_path: Path):
     """PITFALLS: exported names; sampling differs from training. The weights are those of the average."""
@@ -141,7 +144,8 @@ def test_fewstep_json_holds_everything_that_running_it_takes(tmp_path: Path):
     assert json.loads((folder / "fewstep.json").read_text()) == {
         "format": 1,
         "iteration": 3,
-        "sampling": {"sigmas": [1.0, 0.9375, 5 / 6, 0.625], "shift": 5.0, "solver": "renoise", "guidance_scale": 1.0},
+        "sampling": {"sigmas": [1.0, 0.9375, 5 / 6, 0.625], "shift": 5.0, "solver": "renoise", "guidance_scale": 1.0}
+        | PLAIN,
         "guidance": "uncond + guidance_scale * (cond - uncond)",
         "block_frames": None,
         "window": None,

@@ -23,6 +23,9 @@ from tests.models.tiny import TEXT, tiny_section, tiny_wan
 
 LADDER = [1.0, 0.9375, 5 / 6, 0.625]
 
+PLAIN = {"first_block_steps": None, "history_sigma": 0.0, "given_frames": 0, "stop": "shared", "rolling_blocks": 1}
+"""What a sampler of whole clips says of blocks."""
+
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
@@ -54,7 +57,7 @@ def test_a_run_is_its_newest_complete_checkpoint(tmp_path: Path):
     source = open_source(run.path)
     assert (source.kind, source.path, source.iteration, source.stage) == ("run", run.path, 6, "student")
     assert source.model == SECTION.model_dump(mode="json")
-    assert source.sampling == {"sigmas": LADDER, "shift": 5.0, "solver": "renoise", "guidance_scale": 1.0}
+    assert source.sampling == {"sigmas": LADDER, "shift": 5.0, "solver": "renoise", "guidance_scale": 1.0} | PLAIN
     assert source.codec == tiny_meta().codec
     assert (source.classes, source.latent_shape, source.dtype) == (CLASSES, (1, 4, 8, 6), "float32")
     assert source.holds == ("ema", "raw")

@@ -66,10 +66,11 @@ def compare(out: Path) -> Path:
     settings: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seeds": (0,), "batch": 50}
     rows = [evaluate_real(judge, real, NUM_SAMPLES)]
     rows += [measure(models[name], judge, steps, **settings) for name, steps in JUDGED]
-    console.print(evaluation_table(rows))
-    save_evaluations(run.evaluation, rows)
     pixels, labels = long_clips(student, NUM_LONG, TIMES_LONGER * student.shape[0])
-    console.print(drift_table(drift(pixels, labels, judge), "the student, past the length that it was trained on"))
+    rows[-1] = rows[-1].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
+    console.print(evaluation_table(rows))
+    console.print(drift_table(rows[-1].drift, "the student, far past the length that it was trained on"))
+    save_evaluations(run.evaluation, rows)
     path = run.samples / "compare.gif"
     write_clips(path, [models["teacher"], models["causal"], student], TIMES_LONGER * student.shape[0])
     write_report(run.path)

@@ -26,6 +26,15 @@ def evaluate(
     per_stop: Annotated[
         bool, typer.Option("--per-stop", help="Also judge the prediction at every step of the ladder.")
     ] = False,
+    long: Annotated[
+        int | None,
+        typer.Option(
+            "--long",
+            min=1,
+            help="Also judge clips of that many frames, window by window; causal models only.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         list[Path] | None,
         typer.Option("--compare", help="Another model, such as the teacher, on the same noise; its trained sampler."),
@@ -46,14 +55,17 @@ def evaluate(
     Samples are compared with data that no training saw, by a frozen network whose hash is recorded; the first row says
     what real data reach.
     """
-    from fewstep.cli.judging import measure, open_judge, show_stops
+    from fewstep.cli.judging import long_clips, measure, open_judge, show_stops
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import write_comparison
+    from fewstep.evaluate.drift import drift, drift_table
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
     from fewstep.observe.report import write_report
 
     loaded = load_model(model, raw=raw, device=device)
     others = [load_model(path, raw=raw, device=device) for path in compare or []]
+    if long is not None and loaded.role.causal is None:
+        raise UserError(f"--long {long}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave it out")
     judge, train = open_judge(loaded, recipe)
     judge.check(num_samples, "--num-samples")
     for other in others:
@@ -65,9 +77,14 @@ def evaluate(
     rows = [evaluate_real(judge, train, num_samples)]
     rows += [measure(other, judge, None, **settings) for other in others]
     rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
+    if long is not None:
+        pixels, labels = long_clips(loaded, num_samples, long)
+        rows[-1] = rows[-1].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
     console.print(evaluation_table(rows))
     for row in rows:
         show_stops(row)
+        if row.drift:
+            console.print(drift_table(row.drift, f"{row.name}: clips of {long} frames, window by window"))
     is_run = loaded.source.kind == "run"
     place = out or (model if is_run else Path()) / "evaluation.json"
     save_evaluations(place, rows)

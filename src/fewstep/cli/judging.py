@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from fewstep.cli.console import out, table
 from fewstep.cli.model import LoadedModel
@@ -18,7 +20,8 @@ from fewstep.evaluate.api import PixelValues
 from fewstep.evaluate.evaluation import Evaluation, evaluate
 from fewstep.evaluate.extractor import ExtractorSection, build_extractor
 from fewstep.evaluate.judge import Judge
-from fewstep.evaluate.sample import generate
+from fewstep.evaluate.sample import balanced_labels, generate
+from fewstep.shapes import Latents
 
 
 def open_judge(loaded: LoadedModel, recipe: str | None) -> tuple[Judge, Dataset]:
@@ -63,6 +66,7 @@ def measure(
     name: str | None = None,
 ) -> Evaluation:
     """One row: the model at ``steps``, the trained number if None."""
+    labels = balanced_labels(num_samples, len(loaded.classes)).tolist()
     return evaluate(
         name or loaded.name,
         loaded.role,
@@ -74,15 +78,42 @@ def measure(
         seeds=seeds,
         batch=batch,
         stops=stops,
+        given=given_frames(loaded, labels) if loaded.sampling.given_frames else None,
         device=loaded.device,
     )
 
 
+def given_frames(loaded: LoadedModel, labels: Sequence[int]) -> Latents:
+    """The first frames of test clips, one for each label, that a model which continues clips begins with.
+
+    Raises UserError where the model does not name its data, or a class has no test clip.
+    """
+    if loaded.source.recipe is None:
+        raise UserError(f"{loaded.source.path} continues clips and does not say of which data; name the run instead")
+    test = open_dataset(TypeAdapter(DataSection).validate_python(loaded.source.recipe["data"]), "test")
+    found: dict[int, list[Tensor]] = {label: [] for label in labels}
+    for ids in torch.arange(len(test)).split(256):
+        items = test.items(ids)
+        for label, pixels in zip(items.label.tolist(), items.pixels, strict=True):
+            if label in found and len(found[label]) < labels.count(label):
+                found[label].append(pixels)
+        if all(len(clips) == labels.count(label) for label, clips in found.items()):
+            break
+    for label, clips in found.items():
+        if not clips:
+            raise UserError(f"the test data have no clip of '{loaded.classes[label]}' to continue")
+    turns = [(label, labels[:place].count(label)) for place, label in enumerate(labels)]
+    clips = torch.stack([found[label][turn % len(found[label])] for label, turn in turns])
+    return loaded.codec.encode(clips)[:, : loaded.sampling.given_frames]
+
+
 def long_clips(loaded: LoadedModel, num: int, num_frames: int, seed: int = 0) -> tuple[PixelValues, Labels]:
     """``num`` clips of a causal model, longer than it was trained to make, and their classes, which take turns."""
-    labels = torch.arange(num) % len(loaded.classes)
+    labels = balanced_labels(num, len(loaded.classes))
     sampler = loaded.sampler(loaded.sampling, num_frames)
-    made = generate(loaded.role, sampler, loaded.conditioner, labels, seed, batch=50, device=loaded.device)
+    given = given_frames(loaded, labels.tolist()) if loaded.sampling.given_frames else None
+    settings: dict[str, Any] = {"batch": 50, "device": loaded.device, "given": given}
+    made = generate(loaded.role, sampler, loaded.conditioner, labels, seed, **settings)
     return loaded.codec.decode(made.x0), labels
 
 

@@ -17,7 +17,7 @@ from fewstep.data.api import Labels
 from fewstep.errors import UserError
 from fewstep.evaluate.api import PixelValues
 from fewstep.evaluate.clip import mp4_writer, save_clip_grid, save_gif, save_mp4
-from fewstep.evaluate.picture import draw_frames, save_grid, save_pictures, to_uint8
+from fewstep.evaluate.picture import class_rows, draw_frames, save_film, save_grid, save_pictures, to_uint8
 from fewstep.evaluate.sample import generate
 
 COLUMNS = 16
@@ -78,8 +78,8 @@ def places(out: Path | None, stem: str, clips: bool = False) -> tuple[list[Path]
 def write_pictures(
     pixels: PixelValues, labels: Labels, classes: tuple[str, ...], grids: Sequence[Path], folder: Path | None
 ) -> list[Path]:
-    """Writes the grid, a class a row (several where it has many samples), and into ``folder`` every sample as a file.
-    Returns the paths, the grids' first."""
+    """Writes the grid, a class a row (several where it has many samples), of clips also the film strips of one sample
+    of each class, and into ``folder`` every sample as a file. Returns the paths in this order."""
     rows, names = [], []
     width = min(COLUMNS, int(labels.bincount().max()))
     for label in labels.unique().tolist():
@@ -92,6 +92,11 @@ def write_pictures(
             save_grid(grid, rows, names)
         else:
             save_clip_grid(grid, rows, names)
+    if pixels.shape[1] > 1:
+        first = class_rows(labels, COLUMNS, 1)[:, 0]
+        film = grids[0].with_suffix(".png")
+        save_film(film, pixels[first], [classes[label] for label in labels[first].tolist()])
+        grids = [*grids, film]
     if folder is None:
         return [*grids]
     labelled = [classes[label] for label in labels.tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,6 +58,7 @@ def sample(
     No option is needed: noise levels, solver and guidance travel with the weights, and a setting that departs from them
     warns. One seed gives the same samples, whatever the batch, and the same noise for every model of the same shape.
     """
+    from fewstep.cli.judging import given_frames
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import changes, choose_labels, places, write_pictures
     from fewstep.evaluate.sample import departures, generate
@@ -78,7 +79,9 @@ def sample(
         )
     chosen = choose_labels(label or [], loaded.classes, num)
     sampler = loaded.sampler(sampling, frames)
-    made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, batch=batch, device=loaded.device)
+    given = given_frames(loaded, chosen.tolist()) if sampling.given_frames else None
+    settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": given}
+    made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
     pixels = loaded.codec.decode(made.x0)
     stem = f"{loaded.name}-steps{len(sampler.sigmas)}-seed{seed}"
     changed = changes(
@@ -96,5 +99,6 @@ def sample(
         f"{len(chosen)} samples of {model} (iteration {loaded.source.iteration}, {loaded.weights} weights): {solver}, "
         f"{made.network_calls:g} network calls and {speed:.3g} ms a sample on {loaded.device.type}"
     )
-    single = f" and {len(paths) - len(grids)} single files in {folder}" if single_files else ""
-    say(f"Wrote {' and '.join(map(str, grids))}{single}")
+    pictures = paths[: len(paths) - len(chosen)] if single_files else paths
+    single = f" and {len(chosen)} single files in {folder}" if single_files else ""
+    say(f"Wrote {' and '.join(map(str, pictures))}{single}")

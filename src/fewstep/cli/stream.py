@@ -46,10 +46,10 @@ def stream(
     """
     import torch
 
+    from fewstep.cli.judging import given_frames
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import clip_writer, stream_place
     from fewstep.rng import Draw
-    from fewstep.rollout.self_forcing import SelfForcing
     from fewstep.rollout.stream import Stream
 
     loaded = load_model(model, raw=raw, device=device)
@@ -66,13 +66,16 @@ def stream(
     num_blocks = next(block for block in range(1, frames + 1) if causal.start(block) >= frames)
     sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
     uncond = loaded.conditioner.null(1, place) if sampling.guidance_scale != 1.0 else None
+    sampler: Any = loaded.sampler(sampling, causal.start(num_blocks))
+    given = given_frames(loaded, [shown[0]]) if sampling.given_frames else None
     made = Stream(
-        SelfForcing.of(sampling, (causal.start(num_blocks), *loaded.shape[1:]), causal, loaded.dtype),
+        sampler,
         role,
         cond_of,
         Draw(seed, "sample", 0, torch.zeros(1, dtype=torch.int64, device=place)),
         uncond=uncond,
         num_blocks=num_blocks,
+        given=None if given is None else given.to(place),
         history="recache" if recache else "keep",
         timed=True,
     )

@@ -106,6 +106,7 @@ def _given(recipe: Any) -> Iterator[Problem]:
     if trained is not None and trained != recipe.sampling.given_frames:
         yield Problem(
             ("method", "given_frames"),
-            f"the sampler is given {recipe.sampling.given_frames} frames (sampling.given_frames); write the same number",
+            f"the sampler is given {recipe.sampling.given_frames} frames (sampling.given_frames); write the same "
+            "number",
             (("sampling", "given_frames"),),
         )

@@ -20,6 +20,7 @@ from fewstep.evaluate.judge import HEADINGS, Judge, Quality, filled, mean, sprea
 from fewstep.evaluate.sample import LabelConditioner, Sampler, Samples, balanced_labels, generate
 from fewstep.models.api import FlowModel
 from fewstep.models.codec import IdentityCodec
+from fewstep.shapes import Latents
 
 
 class Stop(Quality):
@@ -90,10 +91,11 @@ def evaluate(
     seeds: Sequence[int] = (0,),
     batch: int = 100,
     stops: bool = False,
+    given: Latents | None = None,
     device: torch.device | str = "cpu",
 ) -> Evaluation:
     """Samples of all classes alike, ``num_samples`` for each seed. Models evaluated with one seed start from the same
-    noise.
+    noise. ``given``: clean frames that each begins with, for samplers that continue clips.
 
     ``stops`` also judges the predictions of every step of the ladder, which takes n (n - 1) / 2 further calls a sample
     for n steps. Raises UserError for too few samples.
@@ -102,7 +104,10 @@ def evaluate(
     labels = balanced_labels(num_samples, len(judge.classes))
 
     def sampled(seed: int, stop: int | None = None, num: int = num_samples) -> Samples:
-        return generate(model, sampler, conditioner, labels[:num], seed, batch=batch, stop=stop, device=device)
+        start = None if given is None else given[:num]
+        return generate(
+            model, sampler, conditioner, labels[:num], seed, batch=batch, stop=stop, given=start, device=device
+        )
 
     def judged(samples: Samples) -> Quality:
         return judge(codec.decode(samples.x0), labels)

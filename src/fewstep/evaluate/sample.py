@@ -111,7 +111,7 @@ def departures(trained: SamplingSection, used: SamplingSection) -> list[str]:
             f"sampled in {len(used.resolved())} steps (sigmas {_list(used)}); the network was trained for "
             f"{len(trained.resolved())} ({_list(trained)})"
         )
-    for name in ("solver", "guidance_scale"):
+    for name in ("solver", "guidance_scale", "first_block_steps", "history_sigma", "given_frames", "rolling_blocks"):
         mine, theirs = getattr(used, name), getattr(trained, name)
         if mine != theirs:
             found.append(f"sampled with {name} {mine}; the network was trained for {theirs}")

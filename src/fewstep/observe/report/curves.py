@@ -29,7 +29,20 @@ _NOTES = {
     "mean": "A warning is given when a mean moves by more than half a std from its first value.",
     "std": "A warning is given when a std leaves half to twice its first value.",
 }
-_ORDER = ("loss", "gan", "dmd_rms", "sid", "sid_rms", "gradient_rms", "frechet", "accuracy", "grad_norm", "lr", "mean", "std")
+_ORDER = (
+    "loss",
+    "gan",
+    "dmd_rms",
+    "sid",
+    "sid_rms",
+    "gradient_rms",
+    "frechet",
+    "accuracy",
+    "grad_norm",
+    "lr",
+    "mean",
+    "std",
+)
 _COUNTERS = ("updates", "skipped")
 
 Points = list[tuple[float, float]]

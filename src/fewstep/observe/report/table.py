@@ -15,13 +15,17 @@ _HEADINGS = {
     "network_calls": "Network calls",
     "frechet": "Frechet distance",
     "accuracy": "Accuracy",
+    "item_accuracy": "Item accuracy",
+    "motion_accuracy": "Motion accuracy",
+    "motion_error": "Motion error, px",
     "precision": "Precision",
     "recall": "Recall",
     "coverage": "Coverage",
     "ms_per_image": "ms per image",
     "num_samples": "Samples",
 }
-_BEST = {"frechet": min, "accuracy": max, "precision": max, "recall": max, "coverage": max}
+_HIGHEST = ("accuracy", "item_accuracy", "motion_accuracy", "precision", "recall", "coverage")
+_BEST = {"frechet": min, "motion_error": min, **dict.fromkeys(_HIGHEST, max)}
 
 
 def evaluation_table(entries: Sequence[dict[str, Any]]) -> str:
