@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,15 @@ def test_consistency_wants_a_teacher_that_sees_what_the_student_sees(world):
         code=2,
     )
     assert "the student sees blocks of 3 frames, the teacher whole clips" in text
+
+
+def test_an_export_of_a_causal_student_streams_as_the_run_does(student, tmp_path):
+    call("export", student, tmp_path / "exported")
+    said = json.loads((tmp_path / "exported" / "fewstep.json").read_text())
+    assert (said["block_frames"], said["window"], said["sink"]) == (3, 6, 0)
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "fewstep stream . --label 0" in card
+    assert "only fewstep runs it as it was trained" in card
+    for model, name in ((student, "run.gif"), (tmp_path / "exported", "export.gif")):
+        call("stream", model, "--frames", 12, "--out", tmp_path / name)
+    assert frames(tmp_path / "run.gif") == frames(tmp_path / "export.gif")

@@ -103,6 +103,7 @@ def _describe(source: Source, which: Which, dtype: DType) -> tuple[Exported, dic
             "latent_shape": source.latent_shape,
             "versions": source.versions,
             "model": source.model,
+            **{key: (source.model.get("causal") or {}).get(key) for key in ("block_frames", "window", "sink")},
             "weights": source.chosen(which),
             "dtype": dtype,
             "scheduler": "num_inference_steps" if by_itself else "sigmas",

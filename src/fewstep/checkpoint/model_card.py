@@ -24,12 +24,18 @@ _PLACES = ("path", "test_path", "cache")
 """Keys of a recipe that name places of the machine it ran on."""
 
 
+_NOT_BY_DIFFUSERS = (
+    "## With diffusers\n\n`WanTransformer3DModel` loads these weights, but lets every frame see every other. The network "
+    "was trained to see finished blocks alone, so only fewstep runs it as it was trained."
+)
+
+
 def model_card(name: str, source: Source, exported: Exported, by_itself: bool) -> str:
     """Markdown. ``by_itself``: the scheduler finds the noise levels from their number."""
     parts = [
         _head(name, exported),
         _with_fewstep(exported),
-        _with_diffusers(exported, by_itself),
+        _with_diffusers(exported, by_itself) if exported.block_frames is None else _NOT_BY_DIFFUSERS,
         _quality(source),
         _recipe(source),
     ]
@@ -48,6 +54,9 @@ def _head(name: str, exported: Exported) -> str:
         "Codec": f"`{exported.codec_id}`",
         "Weights": f"{exported.weights}, {exported.dtype}, iteration {exported.iteration}",
     }
+    if exported.block_frames is not None:
+        seen = f"a window of {exported.window}, a sink of {exported.sink}" if exported.window else "all before them"
+        rows["Blocks"] = f"{exported.block_frames} latent frames at a time, which see {seen}"
     if exported.classes is not None:
         rows["Classes"] = ", ".join(exported.classes)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
@@ -60,8 +69,9 @@ def _head(name: str, exported: Exported) -> str:
 
 def _with_fewstep(exported: Exported) -> str:
     label = " --label 0" if exported.classes is not None else ""
+    stream = "" if exported.block_frames is None else f"fewstep stream .{label} --frames 96\n"
     return (
-        f"## With fewstep\n\n```sh\nfewstep sample .{label} --seed 0\n```\n\nruns the network as it was trained; "
+        f"## With fewstep\n\n```sh\nfewstep sample .{label} --seed 0\n{stream}```\n\nruns the network as it was trained; "
         "nothing else needs to be said."
     )
 
