@@ -25,8 +25,8 @@ _PLACES = ("path", "test_path", "cache")
 
 
 _NOT_BY_DIFFUSERS = (
-    "## With diffusers\n\n`WanTransformer3DModel` loads these weights, but lets every frame see every other. The network "
-    "was trained to see finished blocks alone, so only fewstep runs it as it was trained."
+    "## With diffusers\n\n`WanTransformer3DModel` loads these weights, but lets every frame see every other. The "
+    "network was trained to see finished blocks alone, so only fewstep runs it as it was trained."
 )
 
 
@@ -71,8 +71,8 @@ def _with_fewstep(exported: Exported) -> str:
     label = " --label 0" if exported.classes is not None else ""
     stream = "" if exported.block_frames is None else f"fewstep stream .{label} --frames 96\n"
     return (
-        f"## With fewstep\n\n```sh\nfewstep sample .{label} --seed 0\n{stream}```\n\nruns the network as it was trained; "
-        "nothing else needs to be said."
+        f"## With fewstep\n\n```sh\nfewstep sample .{label} --seed 0\n{stream}```\n\nruns the network as it was "
+        "trained; nothing else needs to be said."
     )
 
 
