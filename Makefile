@@ -14,6 +14,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/runtime.stamp
+VIDEO := $(VENV)/video.stamp
 DEV := $(VENV)/dev.stamp
 # A bare range would fetch the newest torch, often a CUDA build of several GB: name the pinned one.
 TORCH = $(shell grep '^torch==' constraints.txt)
@@ -34,7 +35,7 @@ if [ ! -e $(RUNTIME) ]; then \
 	}; \
 	"$(PYTHON)" -m venv --clear $(VENV); \
 fi; \
-rm -f $(RUNTIME) $(DEV); \
+rm -f $(RUNTIME) $(VIDEO) $(DEV); \
 echo "Installing $(2) into $(VENV): a minute or two ..."; \
 $(PIP) $(TORCH) -e '.$(1)'
 endef
@@ -46,7 +47,7 @@ demo: $(RUNTIME)  ## train a teacher and its 4-step student on this machine, and
 	@$(call debian,dataset-fashion-mnist)
 	@$(BIN)/fewstep demo
 
-demo-video: $(RUNTIME)  ## a video teacher, made causal, distilled to 4 steps, and streamed
+demo-video: $(VIDEO)  ## a video teacher, made causal, distilled to 4 steps, and streamed
 	@$(call debian,dataset-fashion-mnist)
 	@$(BIN)/fewstep demo-video
 
@@ -72,9 +73,13 @@ $(RUNTIME): pyproject.toml constraints.txt
 	$(call install,,fewstep)
 	@touch $@
 
+$(VIDEO): pyproject.toml constraints.txt
+	$(call install,[video],fewstep and what reads and writes videos)
+	@touch $(RUNTIME) $@
+
 $(DEV): pyproject.toml constraints.txt
 	$(call install,[dev],fewstep and its development tools)
-	@touch $(RUNTIME) $@
+	@touch $(RUNTIME) $(VIDEO) $@
 
 # $(call debian,PACKAGE): installs it where apt-get exists and may, without a question and without failing.
 define debian

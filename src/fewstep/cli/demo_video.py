@@ -41,21 +41,22 @@ def demo_video(
         train(f"wan_nano_video/{recipe}", out / name, [f"{role}={out / run}" for role, run in starts.items()])
     say(f"{len(STAGES) + 1}/{len(STAGES) + 1}  All against clips that no training saw.", style="bold")
     clips = compare(out)
+    say(f"\nThe clips:   {' and '.join(map(str, clips))}")
+    say(f"The reports: {out / 'student' / 'report.html'}, and one in each folder beside it")
     say(
-        f"\nThe clips:   {clips}\nThe reports: {out / 'student' / 'report.html'}, and one in each folder beside it\n\n"
-        f"Try next:\n"
+        "\nTry next:\n"
         f'  fewstep stream {out / "student"} --frames 200 --label "Bag, circle" --label "Coat, bounce@99"\n'
         f"  fewstep sample {out / 'student'} --frames 27\n"
         "  fewstep recipes copy wan_nano_video/self_forcing mine.yaml"
     )
 
 
-def compare(out: Path) -> Path:
-    """Prints the tables, writes them into the student's run, and the clips; returns the path of the clips."""
+def compare(out: Path) -> list[Path]:
+    """Prints the tables, writes them into the student's run, and the clips; returns the paths of the clips."""
     from fewstep.checkpoint.run_folder import RunFolder
     from fewstep.cli.judging import long_clips, measure, open_judge
     from fewstep.cli.model import load_model
-    from fewstep.cli.pictures import write_clips
+    from fewstep.cli.pictures import places, write_clips
     from fewstep.evaluate.drift import drift, drift_table
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
     from fewstep.observe.report import write_report
@@ -71,7 +72,7 @@ def compare(out: Path) -> Path:
     console.print(evaluation_table(rows))
     console.print(drift_table(rows[-1].drift, "the student, far past the length that it was trained on"))
     save_evaluations(run.evaluation, rows)
-    path = run.samples / "compare.gif"
-    write_clips(path, [models["teacher"], models["causal"], student], TIMES_LONGER * student.shape[0])
+    paths, _ = places(run.samples, "compare", clips=True)
+    write_clips(paths, [models["teacher"], models["causal"], student], TIMES_LONGER * student.shape[0])
     write_report(run.path)
-    return path
+    return paths

@@ -155,8 +155,8 @@ def write_comparison(path: Path, teacher: LoadedModel, student: LoadedModel) -> 
     save_grid(path, pictures, names)
 
 
-def write_clips(path: Path, models: Sequence[LoadedModel], num_frames: int) -> None:
-    """A GIF of all models on the same noise, a class a column: causal ones go on for ``num_frames`` frames, the others
+def write_clips(paths: Sequence[Path], models: Sequence[LoadedModel], num_frames: int) -> None:
+    """A clip of all models on the same noise, a class a column: causal ones go on for ``num_frames`` frames, the others
     stand still after their own length."""
     labels = torch.arange(min(len(models[0].classes), COLUMNS))
     rows = []
@@ -164,4 +164,5 @@ def write_clips(path: Path, models: Sequence[LoadedModel], num_frames: int) -> N
         sampler = model.sampler(model.sampling, num_frames if model.role.causal else None)
         made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device)
         rows.append(model.codec.decode(made.x0))
-    save_clip_grid(path, rows, [f"{model.name}, {len(model.sampling.resolved())}" for model in models])
+    for path in paths:
+        save_clip_grid(path, rows, [f"{model.name}, {len(model.sampling.resolved())}" for model in models])
