@@ -319,7 +319,7 @@ def test_blocks_that_go_together_see_each_other_and_the_history():
     first = frames.append(frames.append(None, x_t[:, :1], cond), x_t[:, 1:2], cond)
     entered = CausalWan._enter(chunks, x_t[:, 2:], sigma[:, 2:], cond)
     expected = CausalWan._velocity(
-        chunks, entered, CausalWan._alone(chunks, entered, first, 2), x_t[:, 2:].shape, first
+        chunks, entered, CausalWan._alone(chunks, entered, first, 2), x_t[:, 2:].shape, first.layers
     )
     assert relative(found, expected) < 1e-12
     assert relative(found[:, :1], frames.velocity_given(x_t[:, 2:3], sigma[:, 2:3], cond, first, 2)) > 1e-4

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.parallelize import compile_blocks, compile_whole
-from tests.models.tiny import inputs, relative, tiny_wan
+from tests.models.tiny import inputs, relative, tiny_section, tiny_wan
 
 
 def test_compiled_blocks_share_one_graph_and_change_neither_names_nor_results(unchecked_shapes):
@@ -29,6 +30,43 @@ def test_compiled_blocks_share_one_graph_and_change_neither_names_nor_results(un
         for name, parameter in network.named_parameters():
             assert relative(compiled.get_parameter(name).grad, parameter.grad) < 1e-12, name
     assert len(graphs) == 2, "one graph a shape, whatever the number of blocks"
+
+
+def test_a_compiled_stream_has_one_graph_from_its_full_window_on_and_equals_the_eager_one(unchecked_shapes):
+    """No graph break; masks of teacher forcing and of blocks in parallel too, with every gradient."""
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    section = tiny_section(causal=CausalSection(block_frames=1, window=3, positions="reindexed"))
+    network, compiled = (tiny_wan(section, torch.float64) for _ in range(2))
+    compile_whole(compiled, backend=count, fullgraph=True)
+    x_t, sigma, cond = inputs(f=8, dtype=torch.float64)
+    histories = [None, None]
+    with torch.no_grad():
+        for block in range(8):
+            span = slice(block, block + 1)
+            found = [
+                one.velocity_given(x_t[:, span], sigma[:, span], cond, history, block)
+                for one, history in zip((network, compiled), histories, strict=True)
+            ]
+            histories = [
+                one.append(history, x_t[:, span], cond)
+                for one, history in zip((network, compiled), histories, strict=True)
+            ]
+            assert relative(found[1], found[0]) < 1e-12
+            if block == 3:
+                warm = len(graphs)
+    assert len(graphs) == warm, "a block more compiles nothing more"
+    for one in (network, compiled):
+        with torch.no_grad():
+            history = one.prefill(x_t, cond)
+        forced = one.velocity(x_t, sigma, cond, clean=x_t.flip(1)) + one.velocity_given(x_t, sigma, cond, history, 0)
+        forced.square().sum().backward()
+    for name, parameter in network.named_parameters():
+        assert relative(compiled.get_parameter(name).grad, parameter.grad) < 1e-11, name
 
 
 @pytest.mark.gpu

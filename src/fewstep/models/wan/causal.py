@@ -132,7 +132,7 @@ class CausalWan(Wan):
             raise ValueError("only a history from which nothing was evicted can be filled by several blocks at once")
         entered = self._enter(x0, sigma, cond)
         sight = self._forced(entered, self._blocks_in(history))
-        return self._after(history, tuple(made for _, made in self._through(entered, sight, history)), entered)
+        return self._after(history, self._made(entered, sight, history and history.layers), entered)
 
     def _given(
         self, x_t: Latents, sigma: Sigma, cond: Any, history: KVCache | None, first: int, together: bool = False
@@ -141,7 +141,8 @@ class CausalWan(Wan):
         if len(sizes) == 1:
             entered = self._enter(x_t, sigma, cond)
             past = self._seen(history, self.causal.start(first), x_t.shape[1])
-            return self._velocity(entered, self._alone(entered, past, self.causal.start(first)), x_t.shape, past)
+            sight = self._alone(entered, past, self.causal.start(first))
+            return self._velocity(entered, sight, x_t.shape, past and past.layers)
         if self._one_by_one:
             cut = enumerate(self._cut(x_t, sigma, first), first)
             return torch.cat([self._given(part, level, cond, history, block) for block, (part, level) in cut], 1)
@@ -164,15 +165,19 @@ class CausalWan(Wan):
         if self._kept_unturned:
             past = self._turn((history.num_frames, *entered.grid[1:]), 0, x_t.device)
             key_turn = Rotation(*(torch.cat(pair) for pair in zip(past, turn, strict=True)))
-        return self._velocity(entered, Sight(turn, visible, key_turn), x_t.shape, history)
+        return self._velocity(entered, Sight(turn, visible, key_turn), x_t.shape, history.layers)
 
     def _append(self, history: KVCache | None, x0: Latents, cond: Any, sigma: Sigma) -> KVCache:
         """One block more; nothing is evicted."""
         start = 0 if history is None else history.num_frames
         entered = self._enter(x0, sigma, cond)
         past = self._seen(history, start, x0.shape[1])
-        through = self._through(entered, self._alone(entered, past, start), past)
-        return self._after(history, tuple(made for _, made in through), entered)
+        made = self._made(entered, self._alone(entered, past, start), past and past.layers)
+        return self._after(history, made, entered)
+
+    def _made(self, entered: Entered, sight: Sight, past: tuple[KeyValue, ...] | None = None) -> tuple[KeyValue, ...]:
+        """The keys and values of what entered, in every block of the network."""
+        return tuple(made for _, made in self._through(entered, sight, past))
 
     def _alone(self, entered: Entered, past: KVCache | None, start: int) -> Sight:
         """One block that sees all that is kept."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fewstep.models.api import Geometry
-from fewstep.models.kv_cache import CrossCache, KeyValue, KVCache
+from fewstep.models.kv_cache import CrossCache, KeyValue
 from fewstep.models.precision import WideLayerNorm, WideLinear, wide
 from fewstep.models.rope import Rotation, rotation
 from fewstep.models.wan.block import Block, FeedForward, FrameTokens, Modulation, Sight
@@ -131,20 +131,21 @@ class Wan(nn.Module):
         return Sight(self._turn(entered.grid, 0, entered.tokens.device))
 
     def _through(
-        self, entered: Entered, sight: Sight, history: KVCache | None = None
+        self, entered: Entered, sight: Sight, past: tuple[KeyValue, ...] | None = None
     ) -> Iterator[tuple[FrameTokens, KeyValue]]:
         """What each block returns, one after the other."""
         tokens, again = entered.tokens, self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
-            past = history.layers[layer] if history is not None else None
-            inputs = (tokens, entered.context[layer], entered.modulation, sight, past)
+            inputs = (tokens, entered.context[layer], entered.modulation, sight, past[layer] if past else None)
             tokens, made = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             yield tokens, made
 
-    def _velocity(self, entered: Entered, sight: Sight, shape: torch.Size, history: KVCache | None = None) -> Latents:
+    def _velocity(
+        self, entered: Entered, sight: Sight, shape: torch.Size, past: tuple[KeyValue, ...] | None = None
+    ) -> Latents:
         """Of the last frames that entered, as many as ``shape`` has."""
         tokens = entered.tokens
-        for after in self._through(entered, sight, history):
+        for after in self._through(entered, sight, past):
             tokens = after[0]
         tokens, time = tokens[:, -shape[1] :], entered.time[:, -shape[1] :]
         return _unpatch(self.head(tokens, time), shape, self._architecture.patch)

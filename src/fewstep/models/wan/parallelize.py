@@ -23,15 +23,17 @@ def compile_blocks(model: Wan, **options: Any) -> None:
         block.compile(fullgraph=True, **options)
 
 
-def compile_whole(model: Wan, mode: str = "reduce-overhead") -> None:
-    """Compiles ``velocity`` and ``features`` in place as one graph for every shape and, on a GPU, replays them as CUDA
-    graphs: for small networks, whose kernels are over before the host has launched the next one.
+def compile_whole(model: Wan, **options: Any) -> None:
+    """Compiles the network in place as one graph for every shape and, on a GPU, replays it as CUDA graphs: for small
+    networks, whose kernels are over before the host has launched the next one. Of a causal network what is compiled
+    begins behind the history's bookkeeping, so that a stream with a window has one graph, however long it gets.
 
     The engine marks where an iteration's memory may be used again (``torch.compiler.cudagraph_mark_step_begin``). What
-    is returned is a copy, out of that memory.
+    is returned is a copy, out of that memory. options: handed to ``torch.compile``.
     """
-    for name in ("velocity", "features"):
-        setattr(model, name, _kept(torch.compile(getattr(model, name), mode=mode, dynamic=False)))
+    options = {"mode": "reduce-overhead"} | options if "backend" not in options else options
+    for name in ("_velocity", "_made", "_features") if model.section.causal else ("velocity", "features"):
+        setattr(model, name, _kept(torch.compile(getattr(model, name), dynamic=False, **options)))
 
 
 def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:
