@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fewstep.rollout.stream import Stream
 from tests.recipes.tiny_runs import World
 from tests.test_cli import call
 
+demo_video = import_module("fewstep.cli.demo_video")  # the package has a command of that name
 SELF_FORCING = "wan_nano_video/self_forcing"
 
 
@@ -163,3 +165,19 @@ def test_an_export_of_a_causal_student_streams_as_the_run_does(student, tmp_path
     for model, name in ((student, "run.gif"), (tmp_path / "exported", "export.gif")):
         call("stream", model, "--frames", 12, "--out", tmp_path / name)
     assert frames(tmp_path / "run.gif") == frames(tmp_path / "export.gif")
+
+
+def test_the_video_demo_ends_with_tables_clips_and_reports(world, tmp_path, monkeypatch, capsys):
+    for folder, recipe, *_ in demo_video.STAGES:
+        (tmp_path / folder).symlink_to(world.run(f"wan_nano_video/{recipe}").path)
+    for name, value in {"NUM_SAMPLES": 66, "NUM_LONG": 66, "TIMES_LONGER": 2}.items():
+        monkeypatch.setattr(demo_video, name, value)
+    monkeypatch.setattr(demo_video, "JUDGED", (("teacher", 3), ("causal", 3), ("student", None)))
+    monkeypatch.setattr(demo_video.console, "width", 200)
+    clips = demo_video.compare(tmp_path)
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(word in text for word in ("Calls", "Frechet", "Motion", "From frame"))
+    assert frames_in(clips[0]) == 18
+    assert {clip.suffix for clip in clips} >= {".gif"}
+    assert len(load_evaluations(tmp_path / "student" / "evaluation.json")) == 4
+    assert "Motion error" in (tmp_path / "student" / "report.html").read_text()

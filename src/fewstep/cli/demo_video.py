@@ -23,7 +23,7 @@ STAGES = (
 )
 """Folder, recipe of ``wan_nano_video``, what it does, and the folders that its roles start from."""
 JUDGED = (("teacher", 20), ("causal", 20), ("causal", 4), ("consistency", None), ("student", None))
-NUM_SAMPLES, NUM_LONG, TIMES_LONGER = 500, 200, 6
+NUM_SAMPLES, NUM_LONG, TIMES_LONGER = 300, 100, 6
 
 
 def demo_video(
