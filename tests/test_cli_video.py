@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from fewstep.checkpoint.source import open_source
 from fewstep.cli.model import load_model
+from fewstep.errors import UserErrors
 from fewstep.evaluate.evaluation import load_evaluations
 from fewstep.rng import Draw
 from fewstep.rollout.stream import Stream
 from tests.recipes.tiny_runs import World
-from tests.test_cli import call
+from tests.test_cli import call, start
 
 demo_video = import_module("fewstep.cli.demo_video")  # the package has a command of that name
 SELF_FORCING = "wan_nano_video/self_forcing"
@@ -78,6 +82,10 @@ def test_a_class_changes_at_its_block_and_not_before(student, tmp_path):
     assert plain[:9] == switched[:9]
     assert plain[9:] != switched[9:]
     assert "frame 10 is inside a block; write 9 or 12" in call("stream", student, "--label", "0@10", code=2)
+    assert "the stream ends at 18" in call("stream", student, "--frames", 18, "--label", "0@999999999", code=2)
+    assert "another class is shown from frame 0 on" in call("stream", student, "--label", 1, "--label", 2, code=2)
+    call("stream", student, "--frames", 18, "--label", "7@9", "--out", tmp_path / "later.gif")
+    assert frames(tmp_path / "later.gif") == switched
 
 
 def frames(path: Path) -> list[bytes]:
@@ -98,6 +106,105 @@ def test_stream_and_sample_make_the_same_clip(student):
     whole = sampler.sample(model.role, cond, None, draw).x0
     blocks = list(Stream(sampler, model.role, cond, draw, num_blocks=3))
     assert torch.equal(torch.cat(blocks, 1), whole)
+
+
+@pytest.mark.parametrize("ending", [".gif", ".mp4"])
+def test_ctrl_c_ends_a_stream_and_keeps_what_was_made(student, tmp_path, ending):
+    if ending == ".mp4":
+        pytest.importorskip("av")
+    path = tmp_path / f"long{ending}"
+    process = start("stream", student, "--frames", 1_000_000, "--out", path, cwd=tmp_path)
+    time.sleep(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Stopping after this block" in err
+    assert "frames per second" in out
+    assert path.stat().st_size > 500
+
+
+def test_what_a_file_cannot_have_is_refused_before_the_stream_begins(student, tmp_path):
+    text = call("stream", student, "--frames", 1_000_000, "--fps", 60, "--out", tmp_path / "a.gif", code=2)
+    assert "a GIF shows at most 50 frames a second" in text
+
+
+def test_another_number_of_steps_than_the_trained_one_warns(student, tmp_path):
+    text = call("stream", student, "--frames", 6, "--steps", 1, "--out", tmp_path / "a.gif")
+    assert "the network was trained for 3" in text
+
+
+def test_a_run_does_not_go_on_with_another_network(world):
+    """Even where the recipe says the same: weights that come from another run bring their own blocks."""
+    plain, leave = "validation=null", "student.causal=null"
+    frame_wise = world.train("wan_nano_video/teacher_forcing", plain, "student.causal.block_frames=1", into="one")
+    first = f"student.init={world.run('wan_nano_video/consistency').path}"
+    run = world.train(SELF_FORCING, plain, leave, first, into="goes-on")
+    again = (plain, leave, f"student.init={frame_wise.path}")
+    with pytest.raises(UserErrors, match=r"the network of student\.causal\.block_frames = 1: it was 3"):
+        world.train(SELF_FORCING, *again, iterations=4, into="goes-on", resume=True)
+    assert open_source(run.path).model["causal"]["block_frames"] == 3
+
+
+def test_a_student_that_continues_clips_is_sampled_judged_compared_and_exported(world, tmp_path):
+    run = world.train(SELF_FORCING, "validation=null", "sampling.given_frames=3", into="continues")
+    call("sample", run.path, "--num", 2, "--out", tmp_path / "a.gif")
+    call("eval", run.path, "--num-samples", 66, "--compare", world.run("wan_nano_video/sft").path)
+    assert (run.samples / "compare.png").is_file()
+    call("export", run.path, tmp_path / "exported")
+    assert "name a recipe of that data by --recipe" in call("sample", tmp_path / "exported", "--num", 1, code=2)
+    call("stream", tmp_path / "exported", "--recipe", run.recipe, "--frames", 6, "--out", tmp_path / "b.gif")
+    call("stream", run.path, "--frames", 6, "--out", tmp_path / "c.gif")
+    assert frames(tmp_path / "b.gif") == frames(tmp_path / "c.gif")
+    assert frames_in(tmp_path / "b.gif") == 6
+
+
+def test_rolling_students_are_compared_at_steps_that_they_can_take(world):
+    run = world.train(SELF_FORCING, "validation=null", "sampling.steps=4", "sampling.rolling_blocks=2", into="rolls")
+    call("eval", run.path, "--num-samples", 66, "--compare", world.run("wan_nano_video/sft").path)
+    assert (run.samples / "compare.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["critic.init=student"], "teacher and critic are compared, so both see whole clips or both are causal"),
+        (
+            ["teacher.init={renumbers}", "student.init={renumbers}", "student.causal=null", "method.gan={{}}"],
+            "method.gan.features = critic: that network renumbers what each block sees beside a sink",
+        ),
+    ],
+)
+def test_networks_that_do_not_go_together_are_refused(world, overrides, message):
+    place = world.path / "renumbers"
+    if not place.exists():
+        causal = "student.causal={block_frames: 3, window: 4, sink: 1, positions: reindexed}"
+        world.train("wan_nano_video/teacher_forcing", "validation=null", causal, into="renumbers")
+    more = [text.format(renumbers=place) for text in overrides]
+    refused = world.path / "refused"
+    text = call("train", SELF_FORCING, *world.overrides(SELF_FORCING, 3), *more, "--run", refused, code=2)
+    assert message in text
+
+
+def test_a_prompt_switch_can_see_the_last_frames_anew(student, tmp_path):
+    switch = ("--frames", 18, "--label", "7@9")
+    call("stream", student, *switch, "--out", tmp_path / "keep.gif")
+    call("stream", student, *switch, "--recache", "--out", tmp_path / "recache.gif")
+    keep, recache = (frames(tmp_path / f"{name}.gif") for name in ("keep", "recache"))
+    assert keep[:9] == recache[:9]
+    assert keep[9:] != recache[9:]
+
+
+def test_streams_of_other_settings_are_other_files(student, tmp_path):
+    for more in ((), ("--label", "7"), ("--recache",), ("--frames", 6)):
+        call("stream", student, "--frames", 3, *more, "--out", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_dry_run_says_how_the_student_sees(world):
+    text = call("train", SELF_FORCING, *world.overrides(SELF_FORCING, 3), "--dry-run")
+    assert "student sees blocks of 3 frames, a window of 6" in text
+    text = call("train", "wan_nano_video/sft", *world.overrides("wan_nano_video/sft", 3), "--dry-run")
+    assert "student sees whole clips" in text
 
 
 def test_a_bidirectional_model_cannot_be_streamed(world):
@@ -152,7 +259,7 @@ def test_consistency_wants_a_teacher_that_sees_what_the_student_sees(world):
         world.path / "refused",
         code=2,
     )
-    assert "the student sees blocks of 3 frames, the teacher whole clips" in text
+    assert "the teacher has None; give both the same" in text
 
 
 def test_an_export_of_a_causal_student_streams_as_the_run_does(student, tmp_path):
@@ -173,7 +280,6 @@ def test_the_video_demo_ends_with_tables_clips_and_reports(world, tmp_path, monk
     for name, value in {"NUM_SAMPLES": 66, "NUM_LONG": 66, "TIMES_LONGER": 2}.items():
         monkeypatch.setattr(demo_video, name, value)
     monkeypatch.setattr(demo_video, "JUDGED", (("teacher", 3), ("causal", 3), ("student", None)))
-    monkeypatch.setattr(demo_video.console, "width", 200)
     clips = demo_video.compare(tmp_path)
     text = " ".join(capsys.readouterr().out.split())
     assert all(word in text for word in ("Calls", "Frechet", "Motion", "From frame"))

@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch
 
+from fewstep.models.families import ModelSection
 from fewstep.prepare import Plan
 
 _KEPT_PER_TOKEN = 24
@@ -26,6 +27,8 @@ def describe(plan: Plan) -> str:
         "",
         f"{'role':<14}{'parameters':>14}{'memory':>12}  from",
     ]
+    if frames > 1:
+        lines[-2:-2] = [f"{name} sees {seen(role.model)}" for name, role in plan.roles.items() if role.model]
     total = 0.0
     for name, role in plan.roles.items():
         count = sum(parameter.numel() for parameter in networks[name].parameters())
@@ -41,6 +44,15 @@ def describe(plan: Plan) -> str:
         "phases of the last iteration: " + phases(plan),
     ]
     return "\n".join(lines)
+
+
+def seen(model: ModelSection) -> str:
+    """What a frame of a clip sees."""
+    causal = model.causal
+    if causal is None:
+        return "whole clips"
+    window = "all before them" if causal.window is None else f"a window of {causal.window}"
+    return f"blocks of {causal.block_frames} frames, {window}, a sink of {causal.sink}, positions {causal.positions}"
 
 
 def bytes_per_parameter(plan: Plan, role: str) -> int:

@@ -19,7 +19,6 @@ from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
 from fewstep.models.api import Geometry
-from fewstep.models.blocks import CausalSection
 from fewstep.models.codec import IdentityCodec, IdentitySection
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
@@ -118,7 +117,10 @@ def prepare(recipe: Recipe) -> Plan:
     roles = plan_roles(recipe, known.of(recipe.method, FewStep.of(recipe.sampling, dataset.shape)))
     student = roles["student"].model
     wide = torch.promote_types(precision, torch.float32)
-    sampler = sampler_of(recipe.sampling, dataset.shape, student.causal if student else None, wide)
+    try:
+        sampler = sampler_of(recipe.sampling, dataset.shape, student.causal if student else None, wide)
+    except UserError as error:
+        raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
     errors = [*misfits(plan), *misfits_of_blocks(plan), *odd_numbers(plan), *missing_packages(recipe.observe)]
@@ -173,7 +175,10 @@ def misfits(plan: Plan) -> list[str]:
     """What does not fit between the data, the codec and the networks."""
     errors, networks = [], plan.networks("meta")
     if plan.codec.channels != plan.shape[1]:
-        errors.append(f"codec: it has mean and std of {plan.codec.channels} channels, the data have {plan.shape[1]}")
+        errors.append(
+            f"codec: it has mean and std of {plan.codec.channels} channels, the data have "
+            f"{plan.shape[1]}; write codec.mean and codec.std with {plan.shape[1]} values each"
+        )
     for name, role in plan.roles.items():
         if role.model is not None:
             errors += [f"{name}: {text}" for text in misfits_of_network(plan, role.model, networks[name])]
@@ -198,7 +203,7 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
             yield f"causal: {error}; change block_frames, or the data's frames"
     geometry: Geometry = network.geometry  # type: ignore[assignment]
     if geometry.channels != channels:
-        yield f"its network has {geometry.channels} latent channels, the data {channels}"
+        yield f"its network has {geometry.channels} latent channels, the data {channels} (model.channels)"
     try:
         geometry.tokens_per_frame(height, width)
     except ValueError as error:
@@ -219,6 +224,19 @@ def misfits_of_blocks(plan: Plan) -> Iterator[str]:
             f"student.causal: method '{plan.recipe.method.name}' trains a causal student; write student.causal: "
             "{block_frames: 3}, or other whole blocks of the data's frames"
         )
+    kinds = [cuts[name] is None for name in ("teacher", "critic") if name in cuts]
+    if len(set(kinds)) > 1:
+        yield (
+            "critic: teacher and critic are compared, so both see whole clips or both are causal; write critic.init: "
+            "teacher"
+        )
+    gan = getattr(plan.recipe.method, "gan", None)
+    read = cuts.get(gan.features) if gan is not None else None
+    if gan is not None and read is not None and read.positions == "reindexed" and read.sink:
+        yield (
+            f"method.gan.features = {gan.features}: that network renumbers what each block sees beside a sink, and has "
+            "no features of whole clips; take one with absolute positions, or leave method.gan out"
+        )
     misfits = getattr(plan.method, "misfits", None)
     if misfits is not None:
         yield from misfits(cuts["student"], cuts.get("teacher"))
@@ -229,7 +247,7 @@ def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:
     if source.latent_shape not in (None, plan.shape):
         yield (
             f"it was trained on samples of shape {list(source.latent_shape)}, the data have {list(plan.shape)}; take "
-            "another network, or its own data (data.size)"
+            "another network, or its own data (data.size, data.frames)"
         )
     if source.codec and IdentityCodec(IdentitySection.model_validate(source.codec)).id != plan.codec.id:
         yield (
@@ -278,20 +296,9 @@ def _trained(
     if section.init != "random" and section.model is not None and section.model != start.model:
         raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
     causal = getattr(section, "causal", None)
-    if causal is not None:
-        start = replace(start, model=_made_causal(start.model, causal))
+    if causal is not None and start.model is not None:
+        start = replace(start, model=start.model.model_copy(update={"causal": causal}))
     return replace(start, optimizer=optimizer, schedule=schedule)
-
-
-def _made_causal(model: ModelSection | None, causal: CausalSection) -> ModelSection:
-    """The network that sees blocks in order, on the same weights."""
-    assert model is not None
-    if model.causal not in (None, causal):
-        raise UserError(
-            f"student.causal = {causal!r}: the network of student.init is causal already, with {model.causal!r}; leave "
-            "the section out, or write the same"
-        )
-    return model.model_copy(update={"causal": causal})
 
 
 def _from_source(name: str, path: str, weights: Literal["ema", "raw"]) -> RolePlan:

@@ -223,6 +223,8 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
     changed = [
         line for key in now if key not in FREE_AT_RESUME for line in differences(meta.recipe.get(key), now[key], key)
     ]
+    for role, model in plan.models.items():
+        changed += differences(meta.models.get(role), model, f"the network of {role}")
     if meta.sources != plan.sources:
         changed.append(
             f"the runs that weights come from stand at iterations {plan.sources}, they stood at {meta.sources}; name "
@@ -261,11 +263,13 @@ def environment(plan: Plan) -> dict[str, Any]:
 
 
 class StopRequest:
-    """Turns the first Ctrl-C or SIGTERM into a request that is honoured between two iterations; a second one stops at
-    once. Outside the main thread nothing is changed."""
+    """Turns the first Ctrl-C or SIGTERM into a request that is honoured between two iterations (``told`` is what the
+    user reads then); a second one stops at once. Outside the main thread nothing is changed."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(
+        self, told: str = "Stopping after this iteration; once more stops at once, without a checkpoint."
+    ) -> None:
+        self.asked, self.told = False, told
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -286,4 +290,4 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        print("\nStopping after this iteration; once more stops at once, without a checkpoint.", file=sys.stderr)
+        print(f"\n{self.told}", file=sys.stderr)

@@ -50,7 +50,8 @@ def generate(plan: Plan, *, rank: int = 0, world: int = 1, console: Console | No
     mine = [shard for shard in missing if shard % world == rank]
     if mine:
         _refuse_full_disk(folder, missing)
-        folder.begin()
+        folder = folder.begin()
+        mine = [shard for shard in folder.missing() if shard % world == rank]
         teacher = _teacher(plan, weights)
         with _Line(plan.recipe.name, folder, console) as line:
             for shard in mine:
@@ -112,7 +113,7 @@ def _manifest(plan: Plan, method: OdeInit, weights: dict[str, Tensor]) -> Manife
     source, which = role.source, role.source.chosen(role.weights)
     return Manifest(
         teacher=f"{source.path}, {which} weights" + (f", iteration {source.iteration}" if source.iteration else ""),
-        teacher_digest=weights_digest(weights),
+        teacher_digest=weights_digest(weights, role.model and role.model.causal, plan.precision),
         data=f"{plan.recipe.data.name}, {len(plan.dataset):,} items",
         data_digest=data_digest(plan.dataset),
         codec=plan.codec.id,

@@ -351,6 +351,10 @@ def test_frames_that_do_not_divide_are_refused_with_both_numbers():
     assert CausalSection(block_frames=3, first_frame_alone=True).partition(7) == (1, 3, 3)
     assert CausalSection(block_frames=3, first_frame_alone=True).partition(6, first_block=1) == (3, 3)
     assert [CausalSection(block_frames=3, first_frame_alone=True).start(i) for i in range(4)] == [0, 1, 4, 7]
+    for alone in (False, True):
+        form = CausalSection(block_frames=3, first_frame_alone=alone)
+        for frame in range(12):
+            assert form.block_from(frame) == next(i for i in range(20) if form.start(i) >= frame)
 
 
 def test_a_window_that_cannot_hold_a_block_is_refused():

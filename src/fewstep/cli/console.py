@@ -31,6 +31,12 @@ def say(text: str, style: str | None = None) -> None:
     out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def show(table: Table) -> None:
+    """A table at its full width: figures are never cut, lines of a narrow terminal wrap instead."""
+    needed = table.__rich_measure__(out, out.options.update(max_width=1000)).maximum
+    out.print(table, width=max(out.width, needed), crop=False, soft_wrap=needed > out.width)
+
+
 def table(title: str, *columns: str, numbers: bool = False) -> Table:
     """A plain table in the one style of all commands; ``numbers`` aligns all columns but the first to the right."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)

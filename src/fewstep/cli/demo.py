@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import STOPPED, say
-from fewstep.cli.console import out as console
+from fewstep.cli.console import STOPPED, say, show
 from fewstep.cli.shipped import find_recipe
 
 TEACHER_STEPS = (20, 4, 2, 1)
@@ -67,7 +66,7 @@ def compare(teacher_run: Path, student_run: Path, num_samples: int = NUM_SAMPLES
     settings: dict[str, Any] = {"num_samples": num_samples, "seeds": (0,), "batch": 100}
     rows = [evaluate_real(judge, real, num_samples)]
     rows += [measure(model, judge, steps, **settings) for model, steps in models]
-    console.print(evaluation_table(rows))
+    show(evaluation_table(rows))
     save_evaluations(run.evaluation, rows)
     write_comparison(run.samples / "compare.png", teacher, student)
     write_report(student_run)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import out as console
-from fewstep.cli.console import say
+from fewstep.cli.console import say, show
 
 STAGES = (
     ("teacher", "sft", "A teacher that sees whole clips: flow matching on moving Fashion-MNIST", {}),
@@ -69,8 +68,8 @@ def compare(out: Path) -> list[Path]:
     rows += [measure(models[name], judge, steps, **settings) for name, steps in JUDGED]
     pixels, labels = long_clips(student, NUM_LONG, TIMES_LONGER * student.shape[0])
     rows[-1] = rows[-1].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
-    console.print(evaluation_table(rows))
-    console.print(drift_table(rows[-1].drift, "the student, far past the length that it was trained on"))
+    show(evaluation_table(rows))
+    show(drift_table(rows[-1].drift, "the student, far past the length that it was trained on"))
     save_evaluations(run.evaluation, rows)
     paths, _ = places(run.samples, "compare", clips=True)
     write_clips(paths, [models["teacher"], models["causal"], student], TIMES_LONGER * student.shape[0])

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import out as console
-from fewstep.cli.console import say
+from fewstep.cli.console import say, show
 from fewstep.cli.export import MODEL_HELP
 from fewstep.errors import UserError
 
@@ -66,6 +65,10 @@ def evaluate(
     others = [load_model(path, raw=raw, device=device) for path in compare or []]
     if long is not None and loaded.role.causal is None:
         raise UserError(f"--long {long}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave it out")
+    if long is not None and loaded.role.causal is not None:
+        loaded.role.causal.partition(long)
+        if long < loaded.shape[0]:
+            raise UserError(f"--long {long}: windows have {loaded.shape[0]} frames; write that many or more")
     judge, train = open_judge(loaded, recipe)
     judge.check(num_samples, "--num-samples")
     for other in others:
@@ -73,23 +76,31 @@ def evaluate(
             raise UserError(
                 f"--compare {other.source.path}: its classes or its samples' shape are not those of {model}"
             )
-    settings: dict[str, Any] = {"num_samples": num_samples, "seeds": tuple(range(seeds)), "batch": batch}
+    settings: dict[str, Any] = {
+        "num_samples": num_samples,
+        "seeds": tuple(range(seeds)),
+        "batch": batch,
+        "recipe": recipe,
+    }
     rows = [evaluate_real(judge, train, num_samples)]
     rows += [measure(other, judge, None, **settings) for other in others]
     rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
     if long is not None:
-        pixels, labels = long_clips(loaded, num_samples, long)
-        rows[-1] = rows[-1].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
-    console.print(evaluation_table(rows))
+        judged = [*others, *[loaded] * (len(rows) - 1 - len(others))]
+        for place_of, one in enumerate(judged, 1):
+            if one.role.causal is not None and (one is not loaded or place_of == len(judged)):
+                pixels, labels = long_clips(one, num_samples, long, recipe)
+                rows[place_of] = rows[place_of].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
+    show(evaluation_table(rows))
     for row in rows:
         show_stops(row)
         if row.drift:
-            console.print(drift_table(row.drift, f"{row.name}: clips of {long} frames, window by window"))
+            show(drift_table(row.drift, f"{row.name}: clips of {long} frames, window by window"))
     is_run = loaded.source.kind == "run"
     place = out or (model if is_run else Path()) / "evaluation.json"
     save_evaluations(place, rows)
     say(f"Wrote {place}")
     if is_run and out is None:
         if others:
-            write_comparison(model / "samples" / "compare.png", others[0], loaded)
+            write_comparison(model / "samples" / "compare.png", others[0], loaded, recipe)
         say(f"Wrote {write_report(model)}")

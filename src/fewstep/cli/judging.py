@@ -41,7 +41,7 @@ def open_judge(loaded: LoadedModel, recipe: str | None) -> tuple[Judge, Dataset]
     else:
         raise UserError(
             f"{loaded.source.path} does not say what it was trained on; name a recipe of that data by --recipe, such "
-            "as --recipe wan_nano/sft"
+            f"as --recipe {'wan_nano_video' if loaded.shape[0] > 1 else 'wan_nano'}/sft"
         )
     section = extractor or ExtractorSection()
     train, test = open_dataset(data, "train"), open_dataset(data, "test")
@@ -63,12 +63,12 @@ def measure(
     seeds: Sequence[int],
     batch: int,
     stops: bool = False,
-    name: str | None = None,
+    recipe: str | None = None,
 ) -> Evaluation:
     """One row: the model at ``steps``, the trained number if None."""
     labels = balanced_labels(num_samples, len(loaded.classes)).tolist()
     return evaluate(
-        name or loaded.name,
+        loaded.name,
         loaded.role,
         loaded.sampler(loaded.sampling.with_steps(steps) if steps else loaded.sampling),
         loaded.conditioner,
@@ -78,19 +78,26 @@ def measure(
         seeds=seeds,
         batch=batch,
         stops=stops,
-        given=given_frames(loaded, labels) if loaded.sampling.given_frames else None,
+        given=given_frames(loaded, labels, recipe) if loaded.sampling.given_frames else None,
         device=loaded.device,
     )
 
 
-def given_frames(loaded: LoadedModel, labels: Sequence[int]) -> Latents:
+def given_frames(loaded: LoadedModel, labels: Sequence[int], recipe: str | None = None) -> Latents:
     """The first frames of test clips, one for each label, that a model which continues clips begins with.
 
-    Raises UserError where the model does not name its data, or a class has no test clip.
+    Raises UserError where neither the model nor ``recipe`` names the data, or a class has no test clip.
     """
-    if loaded.source.recipe is None:
-        raise UserError(f"{loaded.source.path} continues clips and does not say of which data; name the run instead")
-    test = open_dataset(TypeAdapter(DataSection).validate_python(loaded.source.recipe["data"]), "test")
+    if recipe is not None:
+        data = load_recipe(find_recipe(recipe)).data
+    elif loaded.source.recipe is not None:
+        data = TypeAdapter(DataSection).validate_python(loaded.source.recipe["data"])
+    else:
+        raise UserError(
+            f"{loaded.source.path} continues clips and does not say of which data; name a recipe of that data by "
+            "--recipe, such as --recipe wan_nano_video/sft"
+        )
+    test = open_dataset(data, "test")
     found: dict[int, list[Tensor]] = {label: [] for label in labels}
     for ids in torch.arange(len(test)).split(256):
         items = test.items(ids)
@@ -107,11 +114,13 @@ def given_frames(loaded: LoadedModel, labels: Sequence[int]) -> Latents:
     return loaded.codec.encode(clips)[:, : loaded.sampling.given_frames]
 
 
-def long_clips(loaded: LoadedModel, num: int, num_frames: int, seed: int = 0) -> tuple[PixelValues, Labels]:
+def long_clips(
+    loaded: LoadedModel, num: int, num_frames: int, recipe: str | None = None, seed: int = 0
+) -> tuple[PixelValues, Labels]:
     """``num`` clips of a causal model, longer than it was trained to make, and their classes, which take turns."""
     labels = balanced_labels(num, len(loaded.classes))
     sampler = loaded.sampler(loaded.sampling, num_frames)
-    given = given_frames(loaded, labels.tolist()) if loaded.sampling.given_frames else None
+    given = given_frames(loaded, labels.tolist(), recipe) if loaded.sampling.given_frames else None
     settings: dict[str, Any] = {"batch": 50, "device": loaded.device, "given": given}
     made = generate(loaded.role, sampler, loaded.conditioner, labels, seed, **settings)
     return loaded.codec.decode(made.x0), labels

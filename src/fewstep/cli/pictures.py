@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fewstep.cli.judging import given_frames
 from fewstep.cli.model import LoadedModel
 from fewstep.data.api import Labels
 from fewstep.errors import UserError
@@ -19,6 +20,7 @@ from fewstep.evaluate.api import PixelValues
 from fewstep.evaluate.clip import mp4_writer, save_clip_grid, save_gif, save_mp4
 from fewstep.evaluate.picture import class_rows, draw_frames, save_film, save_grid, save_pictures, to_uint8
 from fewstep.evaluate.sample import generate
+from fewstep.rollout.few_step import SamplingSection
 
 COLUMNS = 16
 """Pictures in one row of a grid, at most."""
@@ -140,29 +142,34 @@ def fit(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
 
 
-def write_comparison(path: Path, teacher: LoadedModel, student: LoadedModel) -> None:
+def write_comparison(path: Path, teacher: LoadedModel, student: LoadedModel, recipe: str | None = None) -> None:
     """A picture of both on the same noise, a class a column: the teacher at its own number of steps, then each of the
-    two at 4, 2 and 1 steps."""
-    labels = torch.arange(min(len(student.classes), COLUMNS))
+    two at 4, 2 and 1 steps, as far as its sampler can take so many. recipe: names data that an export continues."""
     rows = [(teacher, len(teacher.sampling.resolved()))]
-    rows += [(model, steps) for steps in COMPARED_STEPS for model in (teacher, student)]
-    pictures, names = [], []
-    for model, steps in rows:
-        sampler = model.sampler(model.sampling.with_steps(steps))
-        made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device)
-        pictures.append(model.codec.decode(made.x0))
-        names.append(f"{model.name}, {steps}")
-    save_grid(path, pictures, names)
+    rows += [
+        (model, steps)
+        for steps in COMPARED_STEPS
+        for model in (teacher, student)
+        if steps % model.sampling.rolling_blocks == 0
+    ]
+    pictures = [_one_of_each_class(model, model.sampling.with_steps(steps), None, recipe) for model, steps in rows]
+    save_grid(path, pictures, [f"{model.name}, {steps}" for model, steps in rows])
 
 
 def write_clips(paths: Sequence[Path], models: Sequence[LoadedModel], num_frames: int) -> None:
     """A clip of all models on the same noise, a class a column: causal ones go on for ``num_frames`` frames, the others
     stand still after their own length."""
-    labels = torch.arange(min(len(models[0].classes), COLUMNS))
-    rows = []
-    for model in models:
-        sampler = model.sampler(model.sampling, num_frames if model.role.causal else None)
-        made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device)
-        rows.append(model.codec.decode(made.x0))
+    lengths = [num_frames if model.role.causal else None for model in models]
+    rows = [_one_of_each_class(model, model.sampling, length) for model, length in zip(models, lengths, strict=True)]
     for path in paths:
         save_clip_grid(path, rows, [f"{model.name}, {len(model.sampling.resolved())}" for model in models])
+
+
+def _one_of_each_class(
+    model: LoadedModel, sampling: SamplingSection, num_frames: int | None, recipe: str | None = None
+) -> PixelValues:
+    labels = torch.arange(min(len(model.classes), COLUMNS))
+    given = given_frames(model, labels.tolist(), recipe) if sampling.given_frames else None
+    sampler = model.sampler(sampling, num_frames)
+    made = generate(model.role, sampler, model.conditioner, labels, 0, device=model.device, given=given)
+    return model.codec.decode(made.x0)

@@ -48,6 +48,10 @@ def sample(
             "--frames", min=1, help="Other than the trained number of frames; causal models only.", show_default=False
         ),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help="Recipe that names the data whose clips are continued, for an export."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The trained weights instead of their average (EMA).")] = False,
     single_files: Annotated[bool, typer.Option("--single-files", help="Also write every sample as a file.")] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Samples made at once; does not change them.")] = 100,
@@ -79,7 +83,7 @@ def sample(
         )
     chosen = choose_labels(label or [], loaded.classes, num)
     sampler = loaded.sampler(sampling, frames)
-    given = given_frames(loaded, chosen.tolist()) if sampling.given_frames else None
+    given = given_frames(loaded, chosen.tolist(), recipe) if sampling.given_frames else None
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": given}
     made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
     pixels = loaded.codec.decode(made.x0)

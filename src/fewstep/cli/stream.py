@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from fewstep.errors import UserError
 
 def stream(
     model: Annotated[Path, typer.Argument(help=MODEL_HELP, show_default=False)],
-    frames: Annotated[int, typer.Option("--frames", min=1, help="Frames to make; the last block is made whole.")] = 96,
+    frames: Annotated[int, typer.Option("--frames", min=1, help="Frames of the clip; its last block is whole.")] = 96,
     label: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,38 +36,57 @@ def stream(
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, help="Other than the trained number of steps.", show_default=False)
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", help="Recipe that names the data whose clips are continued, for an export."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The trained weights instead of their average (EMA).")] = False,
     device: Annotated[str, typer.Option("--device", help="`auto`, `cpu`, `cuda`, `cuda:1`.")] = "auto",
 ) -> None:
     """Stream a causal video model: block after block, each seeing the ones before it, into one file.
 
-    Memory stays the same for any length where the model was trained with a window. `--label "Bag, circle" --label
+    Memory stays the same for any length where the model was trained with a window (a GIF alone holds its frames until
+    the end). `--label "Bag, circle" --label
     "Coat, bounce@48"` changes the class at frame 48. Ctrl-C ends the stream; what was made is kept.
     """
     import torch
 
     from fewstep.cli.judging import given_frames
     from fewstep.cli.model import load_model
-    from fewstep.cli.pictures import clip_writer, stream_place
+    from fewstep.cli.pictures import clip_writer, fit, stream_place
+    from fewstep.evaluate.clip import check_fps
+    from fewstep.evaluate.sample import departures
     from fewstep.rng import Draw
     from fewstep.rollout.stream import Stream
+    from fewstep.train import StopRequest
 
     loaded = load_model(model, raw=raw, device=device)
     if loaded.role.causal is None:
         raise UserError(f"{model} makes whole clips and cannot be streamed; `fewstep sample {model}` samples it")
     role: Any = loaded.role
+    changed = [f"frames{frames}", *([fit("-".join(["label", *label]))] if label else [])]
+    changed += [*([f"steps{steps}"] if steps else []), *(["raw"] if raw else []), *(["recache"] if recache else [])]
     causal, place = role.causal, loaded.device
-    shown = scheduled(label or [], loaded.classes, causal)
+    if recache and causal.window is not None and causal.positions == "absolute":
+        raise UserError(
+            "--recache numbers the frames in sight anew, and the model was trained at absolute positions; train it "
+            "with student.causal.positions: reindexed (without a sink both are the same), or leave --recache out"
+        )
+    path = stream_place(out, "-".join([f"{loaded.name}-stream-seed{seed}", *changed]))
+    check_fps(path, fps)
+    shown = scheduled(label or [], loaded.classes, causal, frames)
     conds = {index: loaded.conditioner.condition(torch.tensor([index], device=place)) for index in shown.values()}
 
     def cond_of(block: int) -> Any:
         return conds[shown[max(start for start in shown if start <= block)]]
 
-    num_blocks = next(block for block in range(1, frames + 1) if causal.start(block) >= frames)
     sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
+    for departure in departures(loaded.sampling, sampling):
+        warnings.warn(departure, stacklevel=2)
     uncond = loaded.conditioner.null(1, place) if sampling.guidance_scale != 1.0 else None
+    num_blocks = causal.block_from(max(frames, sampling.given_frames + 1))
     sampler: Any = loaded.sampler(sampling, causal.start(num_blocks))
-    given = given_frames(loaded, [shown[0]]) if sampling.given_frames else None
+    given = given_frames(loaded, [shown[0]], recipe) if sampling.given_frames else None
     made = Stream(
         sampler,
         role,
@@ -79,10 +98,13 @@ def stream(
         history="recache" if recache else "keep",
         timed=True,
     )
-    path = stream_place(out, f"{loaded.name}-stream-seed{seed}")
-    with clip_writer(path, fps) as write:
-        for pixels in until_stopped(loaded.codec.decode(x0) for x0 in made):
-            write(pixels[0])
+    with StopRequest("Stopping after this block; once more stops at once.") as stop, clip_writer(path, fps) as write:
+        if given is not None:
+            write(loaded.codec.decode(given)[0])
+        for x0 in made:
+            write(loaded.codec.decode(x0)[0])
+            if stop.asked:
+                break
     first = 1000 * (made.first_frame_s or 0.0)
     say(
         f"{made.num_frames} frames of {model} ({loaded.weights} weights): {len(sampling.resolved())} steps a block of "
@@ -92,28 +114,25 @@ def stream(
     say(f"Wrote {path}")
 
 
-def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any) -> dict[int, int]:
-    """The class from each block on. Raises UserError for an unknown class and for a frame inside a block."""
+def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any, frames: int) -> dict[int, int]:
+    """The class from each block on; the first class until the first change.
+
+    Raises UserError for an unknown class, for a frame inside a block or past the end, and for two classes at one frame.
+    """
     from fewstep.cli.pictures import choose_labels
 
     found: dict[int, int] = {}
-    for text in labels or ["0"]:
+    for text in labels:
         name, at, frame = text.rpartition("@")
         if not at or not frame.isdecimal():
             name, frame = text, "0"
-        block = next(number for number in range(int(frame) + 1) if causal.start(number) >= int(frame))
+        block = causal.block_from(int(frame))
         if causal.start(block) != int(frame):
-            raise UserError(
-                f"--label {text}: frame {frame} is inside a block; write {causal.start(block - 1)} or "
-                f"{causal.start(block)}"
-            )
+            before, after = causal.start(block - 1), causal.start(block)
+            raise UserError(f"--label {text}: frame {frame} is inside a block; write {before} or {after}")
+        if int(frame) >= frames:
+            raise UserError(f"--label {text}: the stream ends at {frames}; write an earlier frame, or more --frames")
+        if block in found:
+            raise UserError(f"--label {text}: another class is shown from frame {frame} on; write @ and a later frame")
         found[block] = int(choose_labels([name], classes, 1)[0])
-    return {0: next(iter(found.values())), **found}
-
-
-def until_stopped(parts: Iterator[Any]) -> Iterator[Any]:
-    """What comes before Ctrl-C."""
-    try:
-        yield from parts
-    except KeyboardInterrupt:
-        say("Stopped by Ctrl-C; what was made is kept.")
+    return {0: 0, **found}

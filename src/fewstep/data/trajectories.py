@@ -126,7 +126,7 @@ class TrajectoryFolder:
         """
         file = path / MANIFEST
         if not file.exists():
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if path.exists() and (not path.is_dir() or any(not f.name.startswith(PARTIAL) for f in path.iterdir())):
                 raise UserError(f"{path} is no folder of trajectories: it has no {MANIFEST}; take another folder")
             return cls(path, wanted)
         try:
@@ -152,20 +152,28 @@ class TrajectoryFolder:
         """The shards that are not there, are damaged, or were made for a smaller count."""
         return [shard for shard in self.shards if _length(self._file(shard)) < len(self.numbers(shard))]
 
-    def begin(self) -> None:
-        """Makes the folder and says in it what it holds; another process may have done so before. Clears what killed
-        processes left half-written."""
+    def begin(self) -> TrajectoryFolder:
+        """Makes the folder and says in it what it holds. Returns the folder as it is to be filled: another process may
+        have begun it meanwhile, in other shards. Clears what killed processes left half-written."""
         self.path.mkdir(parents=True, exist_ok=True)
         for aside in self.path.glob(f"{PARTIAL}*"):
             with suppress(FileNotFoundError):
                 if time.time() - aside.stat().st_mtime > _ABANDONED_S:
                     aside.unlink()
         file = self.path / MANIFEST
-        if not file.exists() or Manifest.model_validate_json(file.read_text()).count < self.manifest.count:
-            _replace(file, lambda aside: aside.write_text(self.manifest.model_dump_json(indent=1)))
+        if not file.exists():
+            _begin(file, self.manifest)
+        found = Manifest.model_validate_json(file.read_text())
+        adopted = self.manifest.model_copy(update={"shard": found.shard})
+        if found.count < adopted.count:
+            _replace(file, lambda aside: aside.write_text(adopted.model_dump_json(indent=1)))
+        return TrajectoryFolder(self.path, adopted)
 
     def write(self, shard: int, made: Trajectory) -> None:
-        """Keeps the trajectories of a shard. Raises UserError if the disk is full or fails; other shards stay."""
+        """Keeps the trajectories of a shard, unless as many are there already. Raises UserError if the disk is full or
+        fails; other shards stay."""
+        if _length(self._file(shard)) >= len(made.key):
+            return
         file, dtype = self._file(shard), getattr(torch, self.manifest.dtype)
         floats = {"states": made.states.to(dtype), "endpoint": made.endpoint.to(dtype)}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in {"key": made.key, **floats}.items()}
@@ -177,10 +185,13 @@ class TrajectoryFolder:
             ) from error
 
     def read(self, numbers: Int64[Tensor, "b"]) -> Trajectory:
-        """The trajectories of these numbers, as stored, on the CPU."""
+        """The trajectories of these numbers, as stored, on the CPU. Raises UserError where a shard holds others."""
         places = [divmod(number, self.manifest.shard) for number in numbers.tolist()]
         states = torch.stack([self._open(shard)["states"][row] for shard, row in places])
         endpoint = torch.stack([self._open(shard)["endpoint"][row] for shard, row in places])
+        keys = [int(self._open(shard)["key"][row]) for shard, row in places]
+        if keys != numbers.tolist():
+            raise UserError(f"{self.path} holds trajectories {keys} where {numbers.tolist()} belong; remove the folder")
         return Trajectory(numbers, states, endpoint)
 
     def _open(self, shard: int) -> dict[str, Tensor]:
@@ -243,17 +254,18 @@ class Chosen:
 
 
 def data_digest(dataset: Dataset) -> str:
-    """Of the items' number, shape and classes, and of the pixels and labels of up to 64 of them."""
+    """Of the items' number, shape and classes, and of all pixels and labels."""
     digest = hashlib.sha256(repr((len(dataset), dataset.shape, dataset.classes)).encode())
-    items = dataset.items(torch.linspace(0, len(dataset) - 1, min(64, len(dataset))).long())
-    for tensor in (items.pixels, items.label):
-        digest.update(tensor.contiguous().numpy().tobytes())
+    for ids in torch.arange(len(dataset)).split(1024):
+        items = dataset.items(ids)
+        for tensor in (items.pixels, items.label):
+            digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def weights_digest(weights: dict[str, Tensor]) -> str:
-    """Of the names and shapes of the weights, and of up to 256 values of each."""
-    digest = hashlib.sha256()
+def weights_digest(weights: dict[str, Tensor], *how: object) -> str:
+    """Of the names and shapes of the weights, of up to 256 values of each, and of how the network runs them."""
+    digest = hashlib.sha256(repr(how).encode())
     for name, tensor in sorted(weights.items()):
         digest.update(repr((name, tuple(tensor.shape))).encode())
         flat = tensor.detach().reshape(-1)
@@ -268,6 +280,15 @@ def _length(file: Path) -> int:
             return opened.get_slice("endpoint").get_shape()[0]
     except (OSError, SafetensorError):
         return 0
+
+
+def _begin(file: Path, manifest: Manifest) -> None:
+    """Writes the manifest unless another process was faster: of two, one wins and both read it."""
+    aside = file.with_name(f"{PARTIAL}{file.name}-{secrets.token_hex(4)}")
+    aside.write_text(manifest.model_dump_json(indent=1))
+    with suppress(FileExistsError):
+        os.link(aside, file)
+    aside.unlink()
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:

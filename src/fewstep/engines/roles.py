@@ -40,7 +40,8 @@ class StudentSection(Section):
     model: ModelSection | None = None
     """The network, where ``init`` is ``random``; else it is that of ``init``."""
     causal: CausalSection | None = None
-    """What makes a network causal that is not so in ``init``, on the same weights; left out, it stays as it is."""
+    """What makes the network causal, on the weights of ``init`` and in place of what that says; left out, the network
+    sees as that of ``init`` does."""
     optimizer: OptimizerSection
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
 

@@ -94,7 +94,8 @@ def mp4_writer(path: Path, fps: float = FPS) -> Iterator[Callable[[Image.Image],
         raise UserError(
             f"'{path}': mp4 files need the package 'av'; pip install fewstep[video], or write a .gif"
         ) from None
-    rate = Fraction(_checked(fps)).limit_denominator(1001)
+    check_fps(path, fps)
+    rate = Fraction(fps).limit_denominator(1001)
     with written_whole(path) as part, av.open(str(part), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": "8"})
         stream.pix_fmt = "yuv420p"
@@ -116,8 +117,7 @@ def _pictures(pixels: Clip) -> Iterator[Image.Image]:
 
 
 def _write_gif(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
-    if _checked(fps) > _MOST_GIF_FPS:
-        raise UserError(f"'{path}': a GIF shows at most {_MOST_GIF_FPS} frames a second, not {fps:g}; write an .mp4")
+    check_fps(path, fps)
     first, *others = pictures
     begins = [round(100 * frame / fps) for frame in range(len(others) + 2)]
     durations_ms = [10 * (end - begin) for begin, end in pairwise(begins)]
@@ -125,7 +125,9 @@ def _write_gif(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
         first.save(part, format="GIF", save_all=True, append_images=others, duration=durations_ms, loop=0)
 
 
-def _checked(fps: float) -> float:
+def check_fps(path: Path, fps: float) -> None:
+    """Raises UserError for a number of frames per second that the file at ``path`` cannot have."""
     if not 0 < fps < float("inf"):
         raise UserError(f"fps = {fps}: write frames per second above 0")
-    return fps
+    if path.suffix.lower() == ".gif" and fps > _MOST_GIF_FPS:
+        raise UserError(f"'{path}': a GIF shows at most {_MOST_GIF_FPS} frames a second, not {fps:g}; write an .mp4")

@@ -49,15 +49,21 @@ class CausalSection(Section):
         if num_frames < alone + (not alone) or (num_frames - alone) % self.block_frames:
             after = " after the first, which is alone," if alone else ""
             below = num_frames - (num_frames - alone) % self.block_frames
+            possible = [str(n) for n in (below, below + self.block_frames) if n > 0]
             raise UserError(
                 f"{num_frames} latent frames cannot be cut into blocks of {self.block_frames} frames{after} without a "
-                f"rest; {below} or {below + self.block_frames} can"
+                f"rest; {' or '.join(possible)} can"
             )
         return (1,) * alone + (self.block_frames,) * ((num_frames - alone) // self.block_frames)
 
     def start(self, block: int) -> int:
         """The first frame of block number ``block``."""
         return block * self.block_frames - (self.block_frames - 1) * (self.first_frame_alone and block > 0)
+
+    def block_from(self, frame: int) -> int:
+        """The number of the first block that begins at ``frame`` or after it; so many blocks hold the frames before."""
+        alone = int(self.first_frame_alone and frame > 0)
+        return alone + -(-(frame - alone) // self.block_frames)
 
     def recent(self, frames: int) -> int | None:
         """How many of the frames right before a block of ``frames`` frames it sees; None is all of them."""
