@@ -259,7 +259,7 @@ def test_consistency_wants_a_teacher_that_sees_what_the_student_sees(world):
         world.path / "refused",
         code=2,
     )
-    assert "the teacher has None; give both the same" in text
+    assert "the student sees blocks of 3 frames, the teacher whole clips" in text
 
 
 def test_an_export_of_a_causal_student_streams_as_the_run_does(student, tmp_path):

@@ -518,7 +518,7 @@ CAUSAL_ROLLOUT = (
            'and self.ladder(block) == self.sigmas:',
            'and (block or self.first_block_sigmas is None):',
            ('rollout/test_self_forcing.py::test_the_first_blocks_own_ladder_set_to_the_default_one_changes_nothing',)),
-    Mutant('given-frames-noised', 'rollout/self_forcing.py',
+    Mutant('given-frames-noised-in-the-history', 'rollout/self_forcing.py',
            '        sigma[:, : rollout.given] = 0.0\n',
            '',
            ('rollout/test_self_forcing.py::test_given_frames_come_back_bitwise_and_enter_the_history_clean',)),

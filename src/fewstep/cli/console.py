@@ -32,9 +32,9 @@ def say(text: str, style: str | None = None) -> None:
 
 
 def show(table: Table) -> None:
-    """A table at its full width: figures are never cut, lines of a narrow terminal wrap instead."""
+    """A table at its full width: figures are never cut; in a narrow terminal its lines wrap instead."""
     needed = table.__rich_measure__(out, out.options.update(max_width=1000)).maximum
-    out.print(table, width=max(out.width, needed), crop=False, soft_wrap=needed > out.width)
+    (out if needed <= out.width else Console(width=needed)).print(table)
 
 
 def table(title: str, *columns: str, numbers: bool = False) -> Table:

@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="List the shipped recipes, or copy 
 def list_recipes() -> None:
     """List the shipped recipes: name, method, iterations, and what each is for."""
     rows = table("Shipped recipes", "name", "method", "iterations", "what it makes")
+    rows.columns[0].no_wrap = True
     for name, path in shipped_recipes().items():
         text = path.read_text(encoding="utf-8")
         recipe = yaml.safe_load(text)

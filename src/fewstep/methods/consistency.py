@@ -81,11 +81,14 @@ class Consistency:
         yield Phase("student", self.student_losses, trains=("student",))
 
     def misfits(self, student: CausalSection | None, teacher: CausalSection | None) -> Iterator[str]:
-        """What does not go together: the teacher's step depends on what it sees, and the student sees the same."""
-        if student != teacher:
+        """What does not go together: the teacher's step depends on the blocks that it sees, and the student
+        has the same blocks; windows may differ."""
+        cuts = [c and (c.block_frames, c.first_frame_alone) for c in (student, teacher)]
+        if cuts[0] != cuts[1]:
+            said = ["whole clips" if c is None else f"blocks of {c.block_frames} frames" for c in (student, teacher)]
             yield (
-                f"student.causal = {student!r}: the teacher has {teacher!r}; give both the same (a causal teacher is "
-                "made by teacher_forcing), or neither any"
+                f"student.causal: the student sees {said[0]}, the teacher {said[1]}; give both the same blocks (a "
+                "causal teacher is made by teacher_forcing), or neither any"
             )
 
     def pair(self, teacher: FlowModel, batch: Batch, draw: Draw) -> Pair:

@@ -111,8 +111,10 @@ class OdeInit:
                 "student: it sees whole clips, and the teacher's trajectories depend on clean blocks that it is not "
                 "shown; write student.causal like the teacher's, or take a bidirectional teacher"
             )
-        elif teacher is not None and student != teacher:
-            yield f"student.causal = {student!r}: the teacher has {teacher!r}; write the same"
+        elif teacher is not None and student is not None and _cut(student) != _cut(teacher):
+            yield (
+                f"student.causal: it makes blocks of {_cut(student)}, the teacher of {_cut(teacher)}; write the same"
+            )
         wanted = "block" if student is not None and teacher is None else "sample"
         if self.section.stop_per != wanted:
             yield (
@@ -154,3 +156,7 @@ def _index(uniform: Float[Tensor, "b ..."], count: int) -> Int64[Tensor, "b ..."
 def _levels(sigmas: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Float[Tensor, "k"]:
     """On the device once and for all, so that no iteration waits for a copy."""
     return torch.tensor(sigmas, dtype=dtype, device=device)
+
+
+def _cut(causal: CausalSection) -> str:
+    return f"{causal.block_frames} frames" + (" after a first one alone" if causal.first_frame_alone else "")
