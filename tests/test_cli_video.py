@@ -108,13 +108,13 @@ def test_stream_and_sample_make_the_same_clip(student):
     assert torch.equal(torch.cat(blocks, 1), whole)
 
 
-@pytest.mark.parametrize("ending", [".gif", ".mp4"])
-def test_ctrl_c_ends_a_stream_and_keeps_what_was_made(student, tmp_path, ending):
-    if ending == ".mp4":
-        pytest.importorskip("av")
-    path = tmp_path / f"long{ending}"
+def test_ctrl_c_ends_a_stream_and_keeps_what_was_made(student, tmp_path):
+    pytest.importorskip("av")
+    path = tmp_path / "long.mp4"
     process = start("stream", student, "--frames", 1_000_000, "--out", path, cwd=tmp_path)
-    time.sleep(20)
+    while process.poll() is None and not any(tmp_path.iterdir()):
+        time.sleep(0.2)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
