@@ -5,7 +5,8 @@
 
 Weights and data are random, the batch is 1, the text 512 tokens, blocks have 3 frames, the ladder 4 steps. Every phase
 is timed apart, with the device waited for. Self-forcing runs one critic update an iteration, at every stop of the
-rollout, and is said for five. ODE data are timed over ``--ode-nodes`` steps of the teacher and said for 48. Prints seconds and peak memory, and writes the same as JSON.
+rollout, and is said for five. ODE data are timed over ``--ode-nodes`` steps of the teacher and said for 48. Prints
+seconds and peak memory, and writes the same as JSON.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Bench:
         form = CausalSection(block_frames=BLOCK_FRAMES) if causal else None
         return WanSection(size=self.options.size, conditioner=EmbeddingSection(), causal=form)
 
-    def rollout(self) -> SelfForcing:
+    def rollout(self) -> Any:
         sampling = SamplingSection(steps=STEPS, shift=5.0, solver="renoise")
         causal = self.section(True).causal
         assert causal is not None
