@@ -52,7 +52,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in options.only or WORK:
         with bench.memory() as peak:
-            rows += [{"work": name, **row, **peak()} for row in WORK[name](bench)]
+            rows += [{"work": name, **row, "peak_gib": peak()} for row in WORK[name](bench)]
         print("\n".join(json.dumps(row) for row in rows if row["work"] == name), flush=True)
     where = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU",
@@ -161,13 +161,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        yield (
-            lambda: (
-                {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-                if self.device.type == "cuda"
-                else {"peak_gib": None}
-            )
-        )
+        yield lambda: torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
 
 
 def consistency(bench: Bench) -> list[dict[str, Any]]:
