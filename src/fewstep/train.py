@@ -144,7 +144,8 @@ def batch_source(plan: Plan, student: Role) -> BatchSource:
 
     if isinstance(plan.method, OdeInit):
         return trajectory_batches(plan, encode, condition)
-    order = BatchOrder(recipe.seed, len(plan.dataset), recipe.data.batch, plan.method.num_batches)
+    hold = recipe.sampling.stream_chunks
+    order = BatchOrder(recipe.seed, len(plan.dataset), recipe.data.batch, plan.method.num_batches, hold=hold)
     return BatchSource(plan.dataset, order, encode, condition, plan.device)
 
 

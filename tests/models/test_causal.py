@@ -271,8 +271,45 @@ def test_what_was_evicted_cannot_be_asked_for():
         network.velocity_given(x_t[:, :4], sigma[:, :4], cond, history, 2)
     with pytest.raises(ValueError, match="frame 9 sees frames from 7 on"):
         network.velocity_given(x_t[:, :1], sigma[:, :1], cond, history, 9)
-    with pytest.raises(ValueError, match="nothing was evicted"):
-        network.prefill(x_t, cond, None, history)
+
+
+@pytest.mark.parametrize("num_before", [2, 3, 5])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_blocks_in_parallel_after_a_history_that_has_evicted_equal_them_one_by_one(form, num_before):
+    """Invariant 23 past eviction: three blocks after 2, 3 or 5 that a rolling history has seen. A prefill of the first
+    two goes on from what is kept, and all three in parallel see what each of them sees alone."""
+    network = causal(**form)
+    start = network.causal.start(num_before)
+    num_frames = start + 3 * form["block_frames"]
+    x_t, _, cond = clip(num_frames, h=2, w=2)
+    clean = clip(num_frames, seed=2, h=2, w=2)[0]
+    sigma, clean_sigma = per_block(network.causal, num_frames), per_block(network.causal, num_frames, 6)
+    rolled, at = None, 0
+    for size in network.causal.partition(start):
+        rolled = network.append(rolled, clean[:, at : at + size], cond, clean_sigma[:, at : at + size])
+        at += size
+    between = slice(start, start + 2 * form["block_frames"])
+    history = network.prefill(clean[:, between], cond, clean_sigma[:, between], rolled)
+    assert history.num_frames == between.stop
+    assert history.kept == rolled.kept + 2 * form["block_frames"]
+    found = network.velocity_given(x_t[:, start:], sigma[:, start:], cond, history, num_before)
+    expected = streamed(network, x_t, sigma, cond, clean, clean_sigma)[:, start:]
+    assert relative(found, expected) < 1e-10
+    last = network.velocity_given(x_t[:, between.stop :], sigma[:, between.stop :], cond, history, num_before + 2)
+    assert relative(last, expected[:, 2 * form["block_frames"] :]) < 1e-10
+
+
+def test_masks_past_eviction_do_not_know_how_far_a_stream_has_come():
+    """So that a chunk late in a stream finds the masks, and the compiled kernels, of the one before it."""
+    network = causal(block_frames=1, window=4, sink=1)
+    x_t, sigma, cond = clip(3, h=2, w=2)
+    history, misses = None, []
+    attention_module.visibility.cache_clear()
+    for block in range(9):
+        network.velocity_given(x_t, sigma, cond, network.prefill(x_t[:, :2], cond, None, history), block)
+        misses.append(attention_module.visibility.cache_info().misses)
+        history = network.append(history, x_t[:, :1], cond)
+    assert misses == [2, 4, 6, 8, 8, 8, 8, 8, 8], "a prefill and a forward for every length of the history, of 0 to 3"
 
 
 @pytest.mark.parametrize("text", [7, 1])

@@ -21,6 +21,7 @@ def broken_rules(recipe: Any, method_class: Any) -> list[Problem]:
         *_guidance(recipe, method),
         *_warm_up(recipe, method),
         *_given(recipe),
+        *_streams(recipe, method),
     ]
 
 
@@ -109,4 +110,23 @@ def _given(recipe: Any) -> Iterator[Problem]:
             f"the sampler is given {recipe.sampling.given_frames} frames (sampling.given_frames); write the same "
             "number",
             (("sampling", "given_frames"),),
+        )
+
+
+def _streams(recipe: Any, method: Any) -> Iterator[Problem]:
+    """Rollouts go on where there are some; and what the scores see clean of the student no discriminator may see."""
+    sampling = recipe.sampling
+    if sampling.stream_chunks > 1 and not getattr(method, "streams", False):
+        yield Problem(
+            ("sampling", "stream_chunks"),
+            f"method '{recipe.method.name}' trains on no rollouts of the student that could go on; write 1, or "
+            "method.name: dmd2 (or sid)",
+            (("method", "name"),),
+        )
+    if sampling.overlap_frames and getattr(recipe.method, "gan", None) is not None:
+        yield Problem(
+            ("sampling", "overlap_frames"),
+            "a discriminator would tell these clean frames, which the student made, from those of the data; write 0, "
+            "or leave method.gan out",
+            (("method", "gan"),),
         )

@@ -19,20 +19,24 @@ class BatchOrder:
     An iteration reads ``slots`` batches of ``batch`` rows each. Row by row, slot by slot, iteration by iteration they
     walk through the epochs, each of which is another permutation of the ``num_items`` ids: every id comes once an
     epoch, and a batch may begin in one epoch and end in the next. Process ``rank`` of ``world`` takes the rows rank,
-    rank + world, ... of each batch.
+    rank + world, ... of each batch. ``hold`` iterations, one after the other, read the same batches: those of a stream
+    that goes on for so many.
 
     Raises UserError if there are fewer items than rows in a batch.
     """
 
-    def __init__(self, seed: int, num_items: int, batch: int, slots: int = 1, *, rank: int = 0, world: int = 1):
+    def __init__(
+        self, seed: int, num_items: int, batch: int, slots: int = 1, *, hold: int = 1, rank: int = 0, world: int = 1
+    ):
         if num_items < batch:
             raise UserError(
                 f"data.batch: {batch} rows are more than the {num_items} items of the data set; "
                 f"set data.batch to {num_items} or less, or add items"
             )
-        if not 0 <= rank < world or batch < 1 or slots < 1:
-            raise ValueError(f"no order for rank {rank} of {world}, batch {batch}, slots {slots}")
-        self.num_items, self.batch, self.slots, self.rank, self.world = num_items, batch, slots, rank, world
+        if not 0 <= rank < world or min(batch, slots, hold) < 1:
+            raise ValueError(f"no order for rank {rank} of {world}, batch {batch}, slots {slots}, hold {hold}")
+        self.num_items, self.batch, self.slots, self.hold = num_items, batch, slots, hold
+        self.rank, self.world = rank, world
 
         @lru_cache(maxsize=2)
         def epoch_ids(epoch: int) -> Tensor:
@@ -43,7 +47,8 @@ class BatchOrder:
     def ids(self, iteration: int, slot: int = 0) -> Int64[Tensor, "b"]:
         """The item ids of this process's rows, on the CPU. Both arguments count from 0."""
         self._check(iteration, slot)
-        epoch, start = divmod((iteration * self.slots + slot) * self.batch, self.num_items)
+        number = iteration // self.hold * self.slots + slot
+        epoch, start = divmod(number * self.batch, self.num_items)
         ids = self._epoch_ids(epoch)[start : start + self.batch]
         if len(ids) < self.batch:
             ids = torch.cat([ids, self._epoch_ids(epoch + 1)[: self.batch - len(ids)]])

@@ -50,7 +50,8 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Groups of tensors (``student``, ``student.optimizer``, ``ema``, ...); :meth:`load` goes on from them."""
+        """Groups of tensors (``student``, ``student.optimizer``, ``ema``, ..., and ``carry.0``, ... where rollouts go
+        on); :meth:`load` goes on from them."""
         ...
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None: ...

@@ -15,8 +15,12 @@ from fewstep.engines.roles import Role
 from fewstep.methods.api import Method, Phase
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
-from fewstep.records import Batch, assert_detached, concat, rows
+from fewstep.records import Batch, assert_detached, concat, map_tensors, rows
 from fewstep.rng import Draw
+from fewstep.rollout.carry import Carry
+
+CARRY = "carry."
+"""Before the number of the batch whose carry a group of the state is."""
 
 
 class ProcessEngine:
@@ -35,12 +39,15 @@ class ProcessEngine:
     ):
         self.method, self.roles, self.optimizers, self.ema, self.batches = method, roles, optimizers, ema, batches
         self.seed, self.micro_batch = seed, micro_batch
+        self.carries: dict[int, Carry] = {}
+        """What the next iteration goes on from, by batch."""
 
     def run(self, iteration: int) -> dict[str, Tensor]:
         """All phases of one iteration. Metrics stay on the device: means over the iteration, of counters the last."""
         records: dict[str, Any] = {}
         metrics: dict[str, list[Tensor]] = {}
         batches: dict[int, Batch] = {}
+        carries: dict[int, Carry | None] = {}
         for phase in self.method.phases(iteration):
             if torch.cuda.is_available():  # the call loads the compiler, which takes seconds
                 torch.compiler.cudagraph_mark_step_begin()
@@ -48,22 +55,27 @@ class ProcessEngine:
                 batches[phase.batch] = self.batches.batch(iteration, phase.batch)
             batch = batches[phase.batch]
             if phase.gives:
-                records[phase.gives] = self._record(phase, iteration, batch, records)
+                made = self._record(phase, iteration, batch, records)
+                if phase.carries:
+                    made, carries[phase.batch] = made
+                records[phase.gives] = made
                 losses = getattr(records[phase.gives], "losses", {})
                 report = {name: values.mean() for name, values in losses.items()}
             else:
                 report = self._train(phase, iteration, batch, records)
             for name, value in report.items():
                 metrics.setdefault(name, []).append(value)
+        self.carries = {slot: carry for slot, carry in carries.items() if carry is not None}
         return {
             name: values[-1] if name.endswith(("/lr", "/updates", "/skipped")) else torch.stack(values).mean()
             for name, values in metrics.items()
         }
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The weights and the optimizer of every trained role, and the EMA."""
+        """The weights and the optimizer of every trained role, the EMA, and the carries where there are any."""
         groups = {name: dict(self.roles[name].network.state_dict()) for name in self.optimizers}
         groups |= {f"{name}.optimizer": optimizer.state() for name, optimizer in self.optimizers.items()}
+        groups |= {f"{CARRY}{slot}": carry.tensors() for slot, carry in self.carries.items()}
         return groups | {"ema": self.ema.state()}
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
@@ -72,6 +84,12 @@ class ProcessEngine:
             self.roles[name].network.load_state_dict(state[name])
             optimizer.load(state[f"{name}.optimizer"])
         self.ema.load(state["ema"])
+        device = next(self.roles["student"].network.parameters()).device
+        self.carries = {
+            int(group.removeprefix(CARRY)): map_tensors(lambda tensor: tensor.to(device, copy=True), Carry.of(tensors))
+            for group, tensors in state.items()
+            if group.startswith(CARRY)
+        }
 
     @torch.no_grad()
     def _record(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> Any:
@@ -111,11 +129,13 @@ class ProcessEngine:
                 **{name: rows(record, index) for name, record in records.items()},
                 "batch": cut,
                 "draw": Draw(self.seed, phase.name, iteration, cut.key),
+                "carry": rows(self.carries.get(phase.batch), index),
             }
             yield {name: known.get(name) for name in parameters_of(phase.run)}, len(cut.key) / (last - first)
 
 
 @lru_cache(maxsize=256)
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """The names by which a phase is bound: roles, records, ``batch``, ``draw``; what is absent binds to None."""
+    """The names by which a phase is bound: roles, records, ``batch``, ``draw``, ``carry``; what is absent binds to
+    None."""
     return tuple(inspect.signature(function).parameters)

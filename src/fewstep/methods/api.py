@@ -14,6 +14,7 @@ import torch
 from fewstep.models.api import FlowModel
 from fewstep.records import Batch, Rollout
 from fewstep.rng import Draw
+from fewstep.rollout.carry import Carry
 from fewstep.shapes import Latents, PerSample
 
 
@@ -22,9 +23,9 @@ class Phase:
     """One step of an iteration.
 
     ``run`` is bound by parameter name: a role (``student``, ``teacher``, ...), a record given by an earlier phase
-    (``rollout``), ``batch`` and ``draw``. A phase without ``trains`` runs without gradient and returns the record named
-    ``gives``. A training phase returns ``{"role/name": loss of shape [b]}``; the engine takes the mean over the global
-    batch, sums the terms, and steps every role in ``trains``.
+    (``rollout``), ``batch``, ``draw`` and ``carry``. A phase without ``trains`` runs without gradient and returns the
+    record named ``gives``. A training phase returns ``{"role/name": loss of shape [b]}``; the engine takes the mean
+    over the global batch, sums the terms, and steps every role in ``trains``.
     """
 
     name: str
@@ -36,6 +37,9 @@ class Phase:
     """Which batch of the iteration the phase and its records belong to."""
     part: tuple[int, int] = (0, 1)
     """(k, K): the phase sees the k-th of K equal parts of the global batch's rows."""
+    carries: bool = False
+    """Whether the phase returns a pair: the record that it gives, and the ``Carry`` (or None) that all phases of the
+    same batch are handed as ``carry`` in the next iteration. It stands in the checkpoint."""
 
 
 @runtime_checkable
@@ -47,12 +51,19 @@ class StudentRollout(Protocol):
         """The noise levels that it walks down."""
         ...
 
+    @property
+    def stream_chunks(self) -> int:
+        """Iterations for which a rollout goes on; where it is 1, there is nothing to carry. A longer one is made by
+        ``chunk(student, batch, draw, carry)``, which returns the samples and the carry of the next iteration."""
+        ...
+
     def __call__(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
         """Samples without gradient, stopped at a step that is the same for the whole job."""
         ...
 
-    def again(self, student: FlowModel, rollout: Rollout, batch: Batch) -> Latents:
-        """The rollout's ``x0`` once more, with gradient; valid while the student's weights have not moved."""
+    def again(self, student: FlowModel, rollout: Rollout, batch: Batch, carry: Carry | None = None) -> Latents:
+        """The rollout's ``x0`` once more, with gradient; valid while the student's weights have not moved. ``carry`` is
+        what the rollout went on from."""
         ...
 
 

@@ -10,6 +10,9 @@
 
 The teacher is frozen and may be larger than the others. The critic is the score of what the student makes now. Frames
 that were given to the student stay clean in x_t: the predictions agree there, and so g is 0.
+
+Rollouts that go on across iterations (LongLive, arXiv:2509.22622): each of the K batches has streams of its own, which
+a chunk of every iteration continues; so the scored batch passes through every chunk.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from fewstep.models.api import FlowModel
 from fewstep.models.guided import guided_velocity
 from fewstep.records import Batch, Rollout, Scores
 from fewstep.rng import Draw
+from fewstep.rollout.carry import Carry
 from fewstep.section import Section
 from fewstep.shapes import Latents, PerSample
 
@@ -65,6 +69,8 @@ class DMD2:
     """K critic updates, then one student update, against scores that are computed once."""
 
     Section = DMD2Section
+    streams = True
+    """Its rollouts can go on across iterations."""
 
     def __init__(self, section: DMD2Section, rollout: StudentRollout):
         self.section, self.rollout_of = section, rollout
@@ -83,28 +89,38 @@ class DMD2:
         return cls(section, rollout)
 
     def phases(self, iteration: int) -> Iterator[Phase]:
-        """An iteration of the warm-up has critic updates alone."""
+        """An iteration of the warm-up has critic updates alone; streams go on in all batches, updates or not."""
         num_critic, mode = self.section.critic_updates, self.section.critic_batches
         warm_up = self.section.critic_warmup_updates - iteration * num_critic
         updates = range(min(num_critic, warm_up) if warm_up > 0 else num_critic)
         if mode == "shared":
-            yield Phase("rollout", self.rollout, gives="rollout")
+            yield self._rolls("rollout")
             for k in updates:
                 yield Phase(f"critic.{k}", self.critic_losses, trains=self.critic_phase, part=(k, num_critic))
         else:
             for k in updates:
-                yield Phase(f"rollout.{k}", self.rollout, gives="rollout", batch=k)
+                yield self._rolls(f"rollout.{k}", k)
                 yield Phase(f"critic.{k}", self.critic_losses, trains=self.critic_phase, batch=k)
+            if warm_up <= 0 or self.rollout_of.stream_chunks > 1:
+                for k in range(len(updates), self.num_batches):
+                    yield self._rolls(f"rollout.{k}", k)
         if warm_up > 0:
             return
         last = self.num_batches - 1
-        if mode == "separate":
-            yield Phase(f"rollout.{last}", self.rollout, gives="rollout", batch=last)
         yield Phase("scores", self.scores, gives="scores", batch=last)
         yield Phase("student", self.student_losses, trains=("student",), batch=last)
 
+    def _rolls(self, name: str, batch: int = 0) -> Phase:
+        """Makes samples: clips of their own, or the next chunk of streams."""
+        if self.rollout_of.stream_chunks == 1:
+            return Phase(name, self.rollout, gives="rollout", batch=batch)
+        return Phase(name, self.chunk, gives="rollout", batch=batch, carries=True)
+
     def rollout(self, student: FlowModel, batch: Batch, draw: Draw) -> Rollout:
         return self.rollout_of(student, batch, draw)
+
+    def chunk(self, student: FlowModel, batch: Batch, draw: Draw, carry: Carry | None) -> tuple[Rollout, Carry | None]:
+        return self.rollout_of.chunk(student, batch, draw, carry)  # type: ignore[attr-defined]
 
     def critic_losses(
         self, critic: FlowModel, teacher: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
@@ -160,9 +176,9 @@ class DMD2:
         return gradient, {"student/dmd_rms": gradient.square().flatten(1).mean(1).sqrt()}
 
     def student_losses(
-        self, student: FlowModel, rollout: Rollout, scores: Scores, batch: Batch
+        self, student: FlowModel, rollout: Rollout, scores: Scores, batch: Batch, carry: Carry | None = None
     ) -> dict[str, PerSample]:
-        return {"student/loss": descend(self.rollout_of.again(student, rollout, batch), scores.gradient)}
+        return {"student/loss": descend(self.rollout_of.again(student, rollout, batch, carry), scores.gradient)}
 
 
 def dmd_gradient(x0: Latents, *, x0_teacher: Latents, x0_critic: Latents, eps: float = 1e-6) -> Latents:

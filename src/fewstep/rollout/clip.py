@@ -25,7 +25,7 @@ class Clip:
     every call has twice the rows, those with the condition first, and so has the history.
 
     scale: of guidance; any but 1 needs ``uncond`` (ValueError). given: clean frames that the clip begins with, whole
-    blocks (UserError).
+    blocks (UserError). history: of an unguided clip that goes on, in place of them.
     """
 
     def __init__(
@@ -36,12 +36,15 @@ class Clip:
         *,
         scale: float = 1.0,
         given: Latents | None = None,
+        history: KVCache | None = None,
     ):
         if scale != 1.0 and uncond is None:
             raise ValueError(f"guidance_scale {scale} needs the unconditional input, and there is none")
         self.model, self.causal, self.scale, self._uncond = model, model.causal, scale, uncond
         self.block = 0 if given is None else given_blocks(model.causal, given.shape[1])
-        self._history: KVCache | None = None
+        if history is not None:
+            self.block = model.causal.block_from(history.num_frames)
+        self._history = history
         self._finished: tuple[Latents, Sigma | None] | None = None
         self.tell(cond)
         if given is not None and self.block:
@@ -51,6 +54,11 @@ class Clip:
     def next_frames(self) -> int:
         """Frames of the block that comes next."""
         return self.causal.start(self.block + 1) - self.causal.start(self.block)
+
+    def history(self) -> KVCache | None:
+        """What the next block sees; None before the first."""
+        self._catch_up()
+        return self._history
 
     def tell(self, cond: Any, recache: Iterable[tuple[Latents, Sigma | None]] | None = None) -> None:
         """The conditioning from the next block on; what is finished was made with the one before.

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -24,6 +24,7 @@ from fewstep.models.api import FlowModel
 from fewstep.models.guided import guided_velocity
 from fewstep.records import Batch, Rollout
 from fewstep.rng import Draw
+from fewstep.rollout.carry import Carry
 from fewstep.section import Section
 from fewstep.shapes import Keys, Latents, Sigma
 
@@ -54,6 +55,12 @@ class SamplingSection(Section):
     rolling_blocks: int = Field(default=1, ge=1)
     """Of causal networks: blocks that are denoised together, each further up the ladder than the one before it (rolling
     forcing); their number divides that of the steps. 1 is block by block."""
+    stream_chunks: int = Field(default=1, ge=1)
+    """Of causal networks, in training: iterations for which a rollout goes on, each making the next chunk of one stream
+    (streaming long tuning). 1 is a clip of its own in every iteration."""
+    overlap_frames: int = Field(default=0, ge=0)
+    """In training with ``stream_chunks``: last frames of a chunk that the scores of the next one see before its new
+    ones, clean and out of the loss; what is left of a clip is whole blocks."""
 
     @model_validator(mode="after")
     def _one_ladder(self) -> SamplingSection:
@@ -70,7 +77,7 @@ class SamplingSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _rolls(self) -> SamplingSection:
+    def _rolls_and_streams(self) -> SamplingSection:
         steps, blocks = len(self.resolved()), self.rolling_blocks
         if steps % blocks:
             raise ValueError(
@@ -79,6 +86,16 @@ class SamplingSection(Section):
         if blocks > 1 and (self.first_block_steps or self.stop == "block"):
             raise ValueError(
                 f"rolling_blocks {blocks} makes all blocks alike, in one walk: leave out first_block_steps and stop"
+            )
+        if blocks > 1 and self.stream_chunks > 1:
+            raise ValueError(
+                f"stream_chunks {self.stream_chunks}: between two chunks all blocks are finished, and rolling_blocks "
+                f"{blocks} never has none on its way; leave one of them out"
+            )
+        if self.overlap_frames and self.stream_chunks == 1:
+            raise ValueError(
+                f"overlap_frames {self.overlap_frames} means nothing where no rollout goes on (stream_chunks 1); write "
+                "stream_chunks: 2 or more, or leave it out"
             )
         return self
 
@@ -136,6 +153,8 @@ class FewStep:
     shape: of one sample, ``(f, c, h, w)``. dtype: of the noise, hence of the states (float32; float64 in tests).
     """
 
+    stream_chunks: ClassVar[int] = 1
+    """What is made at once goes on in no other iteration."""
     sigmas: tuple[float, ...]
     solver: Solver
     shape: tuple[int, int, int, int]
@@ -154,9 +173,9 @@ class FewStep:
         stop = draw.shared_index("stop", len(self.sigmas))
         return dataclasses.replace(self, guidance_scale=1.0).sample(student, batch.cond, None, draw, stop)
 
-    def again(self, student: FlowModel, rollout: Rollout, batch: Batch) -> Latents:
+    def again(self, student: FlowModel, rollout: Rollout, batch: Batch, carry: Carry | None = None) -> Latents:
         """The rollout's ``x0`` once more, with gradient: one forward at the stop. Valid while the student's weights are
-        those that made the rollout."""
+        those that made the rollout. A clip that is made at once goes on from no other: ``carry`` is None."""
         velocity = student.velocity(rollout.x_stop, rollout.sigma_stop, batch.cond)
         return x0_from_velocity(rollout.x_stop, velocity, rollout.sigma_stop)
 

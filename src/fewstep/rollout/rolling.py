@@ -25,11 +25,12 @@ from fewstep.flow import solvers
 from fewstep.flow.path import x0_from_velocity
 from fewstep.models.api import CausalFlowModel
 from fewstep.models.blocks import CausalSection
+from fewstep.models.kv_cache import KVCache
 from fewstep.records import Batch, Rollout
 from fewstep.rng import Draw
-from fewstep.rollout.clip import Clip, given_blocks
+from fewstep.rollout.clip import Clip
 from fewstep.rollout.few_step import SamplingSection, Stopped
-from fewstep.rollout.self_forcing import SelfForcing
+from fewstep.rollout.self_forcing import SelfForcing, predicted
 from fewstep.shapes import Latents
 
 
@@ -92,21 +93,6 @@ class Rolling(SelfForcing):
         inputs = (student, batch.cond, None, draw, self._given(batch))
         return plain._roll(*inputs, stop, lambda number, step: number % steps == stop, trains=True)
 
-    def again(self, student: CausalFlowModel, rollout: Rollout, batch: Batch) -> Latents:
-        """The rollout's ``x0`` once more, with gradient: a pass without gradient over the finished blocks, and one
-        forward a window. No gradient passes from window to window."""
-        if not rollout.windows:
-            return super().again(student, rollout, batch)
-        history, causal = self.history(student, rollout, batch.cond), student.causal
-        block, made = given_blocks(causal, rollout.given), [rollout.x0[:, : rollout.given]]
-        for count in rollout.windows:
-            span, first = slice(causal.start(block), causal.start(block + count)), block
-            x_stop, sigma = rollout.x_stop[:, span], rollout.sigma_stop[:, span]
-            velocity = student.velocity_given(x_stop, sigma, batch.cond, history, first, together=True)
-            made.append(x0_from_velocity(x_stop, velocity, sigma))
-            block += count
-        return torch.cat(made, 1)
-
     def sample(
         self,
         model: CausalFlowModel,
@@ -126,6 +112,20 @@ class Rolling(SelfForcing):
     def blocks(self, clip: Clip, draw: Draw, num_blocks: int | None = None) -> Iterator[tuple[Stopped, Latents]]:
         """The blocks of the clip as they leave the window, and each as later ones see it."""
         return (joint.left for joint in self._forwards(clip, draw, num_blocks) if joint.left is not None)
+
+    def _predicted(
+        self, student: CausalFlowModel, rollout: Rollout, cond: Any, history: KVCache | None, first_block: int
+    ) -> Latents:
+        """One forward a window; no gradient passes from window to window."""
+        if not rollout.windows:
+            return super()._predicted(student, rollout, cond, history, first_block)
+        edges = list(itertools.accumulate(rollout.windows, initial=first_block))
+        start = student.causal.start
+        parts = [
+            predicted(student, rollout, slice(start(a), start(b)), cond, history, a, together=True)
+            for a, b in itertools.pairwise(edges)
+        ]
+        return torch.cat(parts, 1)
 
     def _roll(
         self,

@@ -11,6 +11,16 @@ from fewstep.rollout.rolling import Rolling
 from fewstep.rollout.self_forcing import SelfForcing
 
 Sampler = FewStep | SelfForcing
+OF_CAUSAL_NETWORKS = (
+    "first_block_steps",
+    "history_sigma",
+    "given_frames",
+    "stop",
+    "rolling_blocks",
+    "stream_chunks",
+    "overlap_frames",
+)
+"""Keys of ``SamplingSection`` that mean something block by block alone."""
 
 
 def sampler_of(
@@ -27,7 +37,7 @@ def sampler_of(
         return Rolling.of(section, shape, causal, dtype)
     if causal is not None:
         return SelfForcing.of(section, shape, causal, dtype)
-    for name in ("first_block_steps", "history_sigma", "given_frames", "stop", "rolling_blocks"):
+    for name in OF_CAUSAL_NETWORKS:
         value, default = getattr(section, name), SamplingSection.model_fields[name].default
         if value != default:
             raise UserError(

@@ -27,6 +27,7 @@ from fewstep.models.blocks import CausalSection
 from fewstep.models.kv_cache import KVCache
 from fewstep.records import Batch, Rollout
 from fewstep.rng import Draw
+from fewstep.rollout.carry import Carry, refuse_cut
 from fewstep.rollout.clip import Clip, given_blocks
 from fewstep.rollout.few_step import SamplingSection, Stopped, walk
 from fewstep.shapes import Keys, Latents, Sigma
@@ -53,6 +54,8 @@ class SelfForcing:
     history_sigma: float = 0.0
     given_frames: int = 0
     stop: Literal["shared", "block"] = "shared"
+    stream_chunks: int = 1
+    overlap_frames: int = 0
 
     @classmethod
     def of(
@@ -66,6 +69,8 @@ class SelfForcing:
         num_blocks = len(causal.partition(shape[0]))
         if given_blocks(causal, section.given_frames) >= num_blocks:
             raise UserError(f"{section.given_frames} given frames leave nothing to make of a clip of {shape[0]}")
+        if section.stream_chunks > 1:
+            refuse_cut(shape[0], section.overlap_frames, causal)
         steps = section.first_block_steps
         return cls(
             section.resolved(),
@@ -77,6 +82,8 @@ class SelfForcing:
             history_sigma=section.history_sigma,
             given_frames=section.given_frames,
             stop=section.stop,
+            stream_chunks=section.stream_chunks,
+            overlap_frames=section.overlap_frames,
         )
 
     def __call__(self, student: CausalFlowModel, batch: Batch, draw: Draw) -> Rollout:
@@ -85,20 +92,43 @@ class SelfForcing:
         All blocks stop at one random step (``stop`` shared) or each at its own; the first block draws one of its own
         where it has another ladder. Frames that are given come from ``batch.x0``.
         """
-        plain = dataclasses.replace(self, guidance_scale=1.0)
-        return plain._make(student, batch.cond, None, draw, self._drawn(draw), self._given(batch))
+        return self._train(student, batch, draw, None)[0]
 
-    def again(self, student: CausalFlowModel, rollout: Rollout, batch: Batch) -> Latents:
+    def chunk(
+        self, student: CausalFlowModel, batch: Batch, draw: Draw, carry: Carry | None
+    ) -> tuple[Rollout, Carry | None]:
+        """The training rollout of one iteration of streams that go on for ``stream_chunks`` iterations, and what the
+        next one goes on from: None after the last chunk, as before the first.
+
+        The iteration says which chunk it is. The first is a clip like any other. A later one is the clean
+        ``overlap_frames`` of the one before, as given frames, and new frames after them, which see the history that is
+        carried; blocks are counted from the beginning of the stream. Raises ValueError if a later chunk has no carry,
+        or the first one has.
+        """
+        number = draw.iteration % self.stream_chunks
+        if (number == 0) != (carry is None):
+            raise ValueError(
+                f"iteration {draw.iteration} makes chunk {number} of {self.stream_chunks}: the first one goes on from "
+                f"nothing, a later one from a carry, and it got {'none' if carry is None else 'one'}"
+            )
+        rollout, clip = self._train(student, batch, draw, carry)
+        if number + 1 == self.stream_chunks:
+            return rollout, None
+        history, overlap = clip.history(), rollout.x0[:, self.shape[0] - self.overlap_frames :]
+        assert history is not None
+        return rollout, Carry(draw.key, overlap, history)
+
+    def again(self, student: CausalFlowModel, rollout: Rollout, batch: Batch, carry: Carry | None = None) -> Latents:
         """The rollout's ``x0`` once more, with gradient: a pass without gradient over the finished blocks, and one
         forward of all blocks at their stops, each against the blocks before it. No gradient passes from block to block.
 
-        Valid while the student's weights are those that made the rollout. Given frames come back as they are.
+        carry: what the rollout went on from. Valid while the student's weights are those that made the rollout. Given
+        frames come back as they are.
         """
-        given, block = rollout.given, given_blocks(student.causal, rollout.given)
-        history = self.history(student, rollout, batch.cond)
-        x_stop, sigma = rollout.x_stop[:, given:], rollout.sigma_stop[:, given:]
-        x0 = x0_from_velocity(x_stop, student.velocity_given(x_stop, sigma, batch.cond, history, block), sigma)
-        return torch.cat([rollout.x0[:, :given], x0], 1) if given else x0
+        history, causal = self.history(student, rollout, batch.cond, carry), student.causal
+        block = given_blocks(causal, rollout.given) if carry is None else causal.block_from(carry.history.num_frames)
+        x0 = self._predicted(student, rollout, batch.cond, history, block)
+        return torch.cat([rollout.x0[:, : rollout.given], x0], 1) if rollout.given else x0
 
     def sample(
         self,
@@ -120,7 +150,8 @@ class SelfForcing:
             last = len(self.ladder(block)) - 1
             return last if stop is None else min(stop, last)
 
-        return self._make(model, cond, uncond, draw, at, given)
+        clip, num_blocks = self._begin(model, cond, uncond, given)
+        return self._make(clip, num_blocks, draw, at, given)
 
     def blocks(self, clip: Clip, draw: Draw, num_blocks: int | None = None) -> Iterator[tuple[Stopped, Latents]]:
         """The blocks of the clip from its next one on, each also as later ones see it; num_blocks None: without end."""
@@ -162,29 +193,43 @@ class SelfForcing:
         return torch.full((len(key), frames), sigma, dtype=wide, device=key.device)
 
     @torch.no_grad()
-    def history(self, student: CausalFlowModel, rollout: Rollout, cond: Any) -> KVCache | None:
-        """What the last block of a rollout sees, from which nothing is evicted; None where it sees nothing."""
-        seen = rollout.x0 if rollout.history is None else rollout.history
-        frames = student.causal.start(len(student.causal.partition(seen.shape[1])) - 1)
-        if frames == 0:
-            return None
+    def history(
+        self, student: CausalFlowModel, rollout: Rollout, cond: Any, carry: Carry | None = None
+    ) -> KVCache | None:
+        """What the last block of a rollout sees, and the blocks before it saw; None where it sees nothing."""
+        seen, causal = rollout.x0 if rollout.history is None else rollout.history, student.causal
+        past, entered = (None, 0) if carry is None else (carry.history, rollout.given)
+        sizes = causal.partition(seen.shape[1] - entered, causal.block_from(past.num_frames) if past else 0)
+        frames = entered + sum(sizes[:-1])
+        if frames == entered:
+            return past
         sigma = self.level(self.history_sigma, frames, rollout.key)
         sigma[:, : rollout.given] = 0.0
-        return student.prefill(seen[:, :frames], cond, sigma)
+        return student.prefill(seen[:, entered:frames], cond, sigma[:, entered:], past)
+
+    def _train(self, student: CausalFlowModel, batch: Batch, draw: Draw, carry: Carry | None) -> tuple[Rollout, Clip]:
+        """An unguided clip down to random stops, from the start or from what is carried."""
+        plain, given = dataclasses.replace(self, guidance_scale=1.0), self._given(batch)
+        if carry is None:
+            clip, num_blocks = plain._begin(student, batch.cond, None, given)
+        else:
+            clip, given = Clip(student, batch.cond, history=carry.history), carry.x0
+            num_blocks = clip.block + len(clip.causal.partition(self.shape[0] - given.shape[1], clip.block))
+        return plain._make(clip, num_blocks, draw, self._drawn(draw), given), clip
 
     def _make(
-        self,
-        model: CausalFlowModel,
-        cond: Any,
-        uncond: Any | None,
-        draw: Draw,
-        stop_of: Callable[[int], int],
-        given: Latents | None,
+        self, clip: Clip, num_blocks: int, draw: Draw, stop_of: Callable[[int], int], given: Latents | None
     ) -> Rollout:
-        clip, num_blocks = self._begin(model, cond, uncond, given)
+        """The blocks of the clip from its next one on, each down to its stop."""
         made = [self.block(clip, draw, stop_of(block)) for block in range(clip.block, num_blocks)]
         seen = [past for _, past in made] if self.history_sigma else []
         return self._gather(draw, stop_of(num_blocks - 1), given, [stopped for stopped, _ in made], seen)
+
+    def _predicted(
+        self, student: CausalFlowModel, rollout: Rollout, cond: Any, history: KVCache | None, first_block: int
+    ) -> Latents:
+        """x0 of all frames that are not given, which begin with block number ``first_block``."""
+        return predicted(student, rollout, slice(rollout.given, None), cond, history, first_block)
 
     def _begin(self, model: CausalFlowModel, cond: Any, uncond: Any | None, given: Latents | None) -> tuple[Clip, int]:
         """The clip before its first block is made, and how many blocks it will have."""
@@ -235,3 +280,17 @@ class SelfForcing:
         if batch.x0 is None:
             raise UserError(f"given_frames {self.given_frames}: the data hold no latents that could be given")
         return batch.x0[:, : self.given_frames]
+
+
+def predicted(
+    student: CausalFlowModel,
+    rollout: Rollout,
+    frames: slice,
+    cond: Any,
+    history: KVCache | None,
+    first_block: int,
+    **how: Any,
+) -> Latents:
+    """x0 of some frames of a rollout from where they stopped, against the history; ``first_block`` is their first."""
+    x_stop, sigma = rollout.x_stop[:, frames], rollout.sigma_stop[:, frames]
+    return x0_from_velocity(x_stop, student.velocity_given(x_stop, sigma, cond, history, first_block, **how), sigma)

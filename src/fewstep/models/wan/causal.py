@@ -61,7 +61,7 @@ class CausalWan(Wan):
 
     def prefill(self, x0: Latents, cond: Any, sigma: Sigma | None = None, history: KVCache | None = None) -> KVCache:
         """The history of all blocks of ``x0`` at once (diffusion forcing at ``sigma``, 0 when left out), after those of
-        ``history``, from which nothing may be evicted; keeps every frame."""
+        ``history``; keeps every frame of both."""
         sigma = torch.zeros_like(x0[:, :, 0, 0, 0]) if sigma is None else sigma
         return self._prefill(x0, cond, sigma, history)
 
@@ -77,7 +77,8 @@ class CausalWan(Wan):
     ) -> Latents:
         """The velocity of one block, or of many in parallel, each against the blocks before it in ``history``.
 
-        ``first_block`` is the number of the first. Many need a history from which nothing was evicted (ValueError).
+        ``first_block`` is the number of the first. Many need a history that goes on to the beginning of the last one;
+        where a frame that one of them sees was evicted from it, ValueError is raised.
         together: the frames of ``x_t`` see each other, as one block however many there are (rolling forcing).
         """
         return self._given(x_t, sigma, cond, history, first_block, together)
@@ -106,15 +107,14 @@ class CausalWan(Wan):
             history = self._append(history, part, cond, level)
         return torch.cat(made, 1)
 
-    def _forced(self, entered: Entered, before: int = 0) -> Sight:
-        """Blocks that see those before them, ``before`` of which are a history."""
-        num_frames, device = entered.tokens.shape[1], entered.tokens.device
-        sizes = self.causal.partition(num_frames, before)
-        start = self.causal.start(before)
-        parts = tuple(Part("causal", a, b) for a, b in ((0, before), (before, before + len(sizes))) if b > a)
-        visible = self._visible(entered, (*self.causal.partition(start), *sizes) if before else sizes, parts)
-        key_turn = self._turn((start + num_frames, *entered.grid[1:]), 0, device) if self._kept_unturned else None
-        return Sight(self._turn(entered.grid, start, device), visible, key_turn)
+    def _forced(self, entered: Entered, past: KVCache | None = None, first: int = 0) -> Sight:
+        """Blocks from number ``first`` on, which see those before them: in the past as far as it is kept, and here."""
+        kept, device = 0 if past is None else past.kept, entered.tokens.device
+        sizes = (*_frame_by_frame(kept), *self.causal.partition(entered.tokens.shape[1], first))
+        parts = tuple(Part("causal", a, b) for a, b in ((0, kept), (kept, len(sizes))) if b > a)
+        key_turn = self._turn((sum(sizes), *entered.grid[1:]), 0, device) if self._kept_unturned else None
+        start = kept if self._kept_unturned else self.causal.start(first)
+        return Sight(self._turn(entered.grid, start, device), self._visible(entered, sizes, parts), key_turn)
 
     def _visible(self, entered: Entered, sizes: tuple[int, ...], parts: tuple[Part, ...], num_query_parts: int = 1):
         causal, frame_tokens = self.causal, entered.tokens.shape[2]
@@ -128,11 +128,10 @@ class CausalWan(Wan):
                 history = self._append(history, part, cond, level)
             assert history is not None
             return history
-        if history is not None and history.kept < history.num_frames:
-            raise ValueError("only a history from which nothing was evicted can be filled by several blocks at once")
-        entered = self._enter(x0, sigma, cond)
-        sight = self._forced(entered, self._blocks_in(history))
-        return self._after(history, self._made(entered, sight, history and history.layers), entered)
+        first, entered = self._blocks_in(history), self._enter(x0, sigma, cond)
+        past = self._seen(history, self.causal.start(first), self.causal.partition(x0.shape[1], first)[0])
+        made = self._made(entered, self._forced(entered, past, first), past and past.layers)
+        return self._after(history, made, entered)
 
     def _given(
         self, x_t: Latents, sigma: Sigma, cond: Any, history: KVCache | None, first: int, together: bool = False
@@ -152,20 +151,19 @@ class CausalWan(Wan):
         self, x_t: Latents, sigma: Sigma, cond: Any, history: KVCache | None, first: int, sizes: tuple[int, ...]
     ) -> Latents:
         """Blocks that see the history alone, each as far as the block before it."""
-        last, start = first + len(sizes) - 1, self.causal.start(first)
-        if history is None:
+        start, last = self.causal.start(first), self.causal.start(first + len(sizes) - 1)
+        past = self._seen(history, last, sizes[0], since=start)
+        if past is None:
             raise ValueError(f"{len(sizes)} blocks in parallel need a history of the blocks before them")
-        history = history.seen(self.causal.start(last), 0, None)
-        entered = self._enter(x_t, sigma, cond)
-        before = self.causal.partition(history.num_frames)
-        parts = (Part("causal", 0, last), Part("probe", first, last + 1))
-        visible = self._visible(entered, (*before, sizes[-1]), parts)
-        turn = self._turn(entered.grid, start, x_t.device)
-        key_turn = None
+        entered, kept = self._enter(x_t, sigma, cond), past.kept - (last - start)
+        blocks, num = (*_frame_by_frame(kept), *sizes), kept + len(sizes)
+        visible = self._visible(entered, blocks, (Part("causal", 0, num - 1), Part("probe", kept, num)))
+        turn, key_turn = self._turn(entered.grid, start, x_t.device), None
         if self._kept_unturned:
-            past = self._turn((history.num_frames, *entered.grid[1:]), 0, x_t.device)
-            key_turn = Rotation(*(torch.cat(pair) for pair in zip(past, turn, strict=True)))
-        return self._velocity(entered, Sight(turn, visible, key_turn), x_t.shape, history.layers)
+            turn = self._turn(entered.grid, kept, x_t.device)
+            before = self._turn((past.kept, *entered.grid[1:]), 0, x_t.device)
+            key_turn = Rotation(*(torch.cat(pair) for pair in zip(before, turn, strict=True)))
+        return self._velocity(entered, Sight(turn, visible, key_turn), x_t.shape, past.layers)
 
     def _append(self, history: KVCache | None, x0: Latents, cond: Any, sigma: Sigma) -> KVCache:
         """One block more; nothing is evicted."""
@@ -187,10 +185,13 @@ class CausalWan(Wan):
         frames = kept + entered.tokens.shape[1]
         return Sight(self._turn(entered.grid, kept, device), None, self._turn((frames, *entered.grid[1:]), 0, device))
 
-    def _seen(self, history: KVCache | None, start: int, frames: int) -> KVCache | None:
+    def _seen(self, history: KVCache | None, start: int, frames: int, since: int | None = None) -> KVCache | None:
+        """What a block of ``frames`` frames sees that begins at ``since``, and all from there to ``start``, where it
+        begins when ``since`` is left out."""
         if history is None or start == 0:
             return None
-        return history.seen(start, self.causal.sink, self.causal.recent(frames))
+        recent, since = self.causal.recent(frames), start if since is None else since
+        return history.seen(start, self.causal.sink, None if recent is None else recent + start - since)
 
     def _evict(self, history: KVCache) -> KVCache:
         return history.seen(history.num_frames, self.causal.sink, self.causal.recent(self.causal.block_frames))
@@ -201,8 +202,14 @@ class CausalWan(Wan):
         return history.then(made)
 
     def _blocks_in(self, history: KVCache | None) -> int:
-        return 0 if history is None else len(self.causal.partition(history.num_frames))
+        return 0 if history is None else self.causal.block_from(history.num_frames)
 
     def _cut(self, x_t: Latents, sigma: Sigma, first: int = 0) -> list[tuple[Tensor, Tensor]]:
         sizes = self.causal.partition(x_t.shape[1], first)
         return list(zip(x_t.split(sizes, 1), sigma.split(sizes, 1), strict=True))
+
+
+def _frame_by_frame(num_frames: int) -> tuple[int, ...]:
+    """A history in a mask, from which evicted frames are left out: how it was cut into blocks no longer matters, since
+    all of it lies before the blocks that ask, and the distance to frames in sight is what it was."""
+    return (1,) * num_frames
