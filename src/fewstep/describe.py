@@ -7,6 +7,8 @@ from collections import Counter
 
 import torch
 
+from fewstep.data.api import Dataset
+from fewstep.data.latents import LatentFolder
 from fewstep.models.families import ModelSection
 from fewstep.prepare import Plan
 
@@ -21,7 +23,7 @@ def describe(plan: Plan) -> str:
     lines = [
         f"{recipe.name}: {recipe.method.name}, {recipe.iterations:,} iterations of {plan.method.num_batches} x "
         f"{recipe.data.batch} rows, on {plan.device} in {str(plan.precision).removeprefix('torch.')}",
-        f"data: {len(plan.dataset):,} items in {len(plan.dataset.classes)} classes, "
+        f"data: {len(plan.dataset):,} items {told(plan.dataset)}, "
         f"{frames} frame(s) of {channels} x {height} x {width}",
         "sampling: " + ", ".join(f"{sigma:.4g}" for sigma in plan.sampler.sigmas) + f" ({plan.sampler.solver})",
         "",
@@ -44,6 +46,14 @@ def describe(plan: Plan) -> str:
         "phases of the last iteration: " + phases(plan),
     ]
     return "\n".join(lines)
+
+
+def told(dataset: Dataset) -> str:
+    """What the network is told of an item."""
+    if not isinstance(dataset, LatentFolder):
+        return f"in {len(dataset.classes)} classes"
+    length, width = dataset.text_shape
+    return f"with texts of {length} x {width}" + (" and a negative prompt" if dataset.negative is not None else "")
 
 
 def seen(model: ModelSection) -> str:

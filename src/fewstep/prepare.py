@@ -14,12 +14,13 @@ from torch import nn
 from fewstep.checkpoint.run_folder import Source, open_source
 from fewstep.config import Recipe, method_of
 from fewstep.data.api import Dataset
+from fewstep.data.latents import NEGATIVE, LatentFolder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
 from fewstep.models.api import Geometry
-from fewstep.models.codec import IdentityCodec, IdentitySection
+from fewstep.models.codec import Codec, CodecSection, build_codec
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
 from fewstep.observe.sinks import missing_packages
@@ -56,7 +57,7 @@ class Plan:
     method: Method
     sampler: Sampler
     dataset: Dataset
-    codec: IdentityCodec
+    codec: Codec
     roles: dict[str, RolePlan]
     device: torch.device
     precision: torch.dtype
@@ -74,6 +75,12 @@ class Plan:
     def sources(self) -> dict[str, int | None]:
         """The iteration at which the run stands that a role is loaded from; a run that goes on would change it."""
         return {name: role.source.iteration for name, role in self.roles.items() if role.source is not None}
+
+    def conditioner(self, network: Any) -> Any:
+        """What turns what the data say of their items, labels or texts, into the network's cond and uncond
+        (``condition``, ``null``)."""
+        dataset = self.dataset
+        return network.conditioner.of(dataset.negative) if isinstance(dataset, LatentFolder) else network.conditioner
 
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """A network for every role, its weights not yet set; no random stream is touched."""
@@ -112,7 +119,7 @@ def prepare(recipe: Recipe) -> Plan:
     device, precision = resolve_device(recipe)
     if recipe.engine.compile and device.type == "cpu":
         raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
-    dataset, codec = open_dataset(recipe.data), IdentityCodec(recipe.codec)
+    dataset, codec = open_dataset(recipe.data), build_codec(recipe.codec)
     known = method_of(recipe)
     roles = plan_roles(recipe, known.of(recipe.method, FewStep.of(recipe.sampling, dataset.shape)))
     student = roles["student"].model
@@ -123,7 +130,7 @@ def prepare(recipe: Recipe) -> Plan:
         raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
-    errors = [*misfits(plan), *misfits_of_blocks(plan), *odd_numbers(plan), *missing_packages(recipe.observe)]
+    errors = [*misfits(plan), *misfits_of_blocks(plan), *odd_numbers(plan), *lacking_negative(plan), *missing_packages(recipe.observe)]
     if errors:
         raise UserErrors(errors)
     return plan
@@ -209,11 +216,44 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
     except ValueError as error:
         yield f"{error}; write another data.size, or another model.patch"
     classes = getattr(model.conditioner, "classes", None)
-    if classes != len(plan.dataset.classes):
+    if isinstance(plan.dataset, LatentFolder):
+        yield from misfits_of_texts(plan.dataset, model)
+    elif classes != len(plan.dataset.classes):
         yield (
             f"its network is conditioned on {classes or 'no'} classes ({model.conditioner.name}), the data set has "
             f"{len(plan.dataset.classes)}; take another network or other data"
         )
+
+
+def misfits_of_texts(dataset: LatentFolder, model: ModelSection) -> Iterator[str]:
+    """What of a network is not made for the texts of the data."""
+    if model.conditioner.name != "embedding":
+        yield (
+            f"its network is conditioned on classes ({model.conditioner.name}), the data have texts; take a network of "
+            "conditioner: {name: embedding}, such as a diffusers folder of Wan, or other data"
+        )
+    elif model.architecture.text_dim != dataset.text_shape[1]:
+        yield (
+            f"its network reads embeddings of width {model.architecture.text_dim} (model.text_dim), the texts of "
+            f"{dataset.path} are {dataset.text_shape[1]} wide; embed them by the network's own text encoder"
+        )
+
+
+def lacking_negative(plan: Plan) -> Iterator[str]:
+    """Keys that need the unconditional input, where the data have none."""
+    if not isinstance(plan.dataset, LatentFolder) or plan.dataset.negative is not None:
+        return
+    method, sampling = plan.recipe.method, plan.recipe.sampling
+    for key, value, off in (
+        ("method.guidance_scale", getattr(method, "guidance_scale", 1.0), 1.0),
+        ("method.cond_dropout", getattr(method, "cond_dropout", 0.0), 0),
+        ("sampling.guidance_scale", sampling.guidance_scale, 1.0),
+    ):
+        if value != off:
+            yield (
+                f"{key} = {value}: it needs the embedding of a negative prompt, and {plan.dataset.path} has no "
+                f"{NEGATIVE}; write that file with text [l d], or {off}"
+            )
 
 
 def misfits_of_blocks(plan: Plan) -> Iterator[str]:
@@ -249,7 +289,7 @@ def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:
             f"it was trained on samples of shape {list(source.latent_shape)}, the data have {list(plan.shape)}; take "
             "another network, or its own data (data.size, data.frames)"
         )
-    if source.codec and IdentityCodec(IdentitySection.model_validate(source.codec)).id != plan.codec.id:
+    if source.codec and build_codec(TypeAdapter(CodecSection).validate_python(source.codec)).id != plan.codec.id:
         yield (
             f"codec: {source.path} was trained on latents of {source.codec}, this recipe makes latents of "
             f"{plan.recipe.codec.model_dump()}; write the codec of that run"

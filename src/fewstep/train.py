@@ -133,14 +133,14 @@ def assemble(plan: Plan) -> ProcessEngine:
 
 def batch_source(plan: Plan, student: Role) -> BatchSource:
     """The batches of the run, in the precision of the masters."""
-    conditioner: Any = student.network.conditioner
+    conditioner = plan.conditioner(student.network)
     dtype, recipe = plan.sampler.dtype, plan.recipe
 
-    def condition(labels: Tensor) -> tuple[Any, Any]:
-        return conditioner.condition(labels), conditioner.null(len(labels), labels.device)
+    def condition(told: Tensor) -> tuple[Any, Any]:
+        return conditioner.condition(told), conditioner.null(len(told), told.device)
 
-    def encode(pixels: Tensor) -> Tensor:
-        return plan.codec.encode(pixels).to(dtype)
+    def encode(items: Tensor) -> Tensor:
+        return plan.codec.encode(items).to(dtype)
 
     if isinstance(plan.method, OdeInit):
         return trajectory_batches(plan, encode, condition)
@@ -202,7 +202,7 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, 
             sampling=plan.recipe.sampling,
             codec=plan.codec.section.model_dump(mode="json"),
             stage="student" if "teacher" in plan.method.roles else "teacher",
-            classes=plan.dataset.classes,
+            classes=plan.dataset.classes or None,
             latent_shape=plan.shape,
             sources=plan.sources,
             counters={name: int(optimizer.updates) for name, optimizer in engine.optimizers.items()},
