@@ -23,8 +23,7 @@ def describe(plan: Plan) -> str:
     lines = [
         f"{recipe.name}: {recipe.method.name}, {recipe.iterations:,} iterations of {plan.method.num_batches} x "
         f"{recipe.data.batch} rows, on {plan.device} in {str(plan.precision).removeprefix('torch.')}",
-        f"data: {len(plan.dataset):,} items {told(plan.dataset)}, "
-        f"{frames} frame(s) of {channels} x {height} x {width}",
+        f"data: {len(plan.dataset):,} items {told(plan.dataset)}, {frames} frame(s) of {channels} x {height} x {width}",
         "sampling: " + ", ".join(f"{sigma:.4g}" for sigma in plan.sampler.sigmas) + f" ({plan.sampler.solver})",
         "",
         f"{'role':<14}{'parameters':>14}{'memory':>12}  from",

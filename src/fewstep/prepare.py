@@ -130,7 +130,13 @@ def prepare(recipe: Recipe) -> Plan:
         raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
-    errors = [*misfits(plan), *misfits_of_blocks(plan), *odd_numbers(plan), *lacking_negative(plan), *missing_packages(recipe.observe)]
+    errors = [
+        *misfits(plan),
+        *misfits_of_blocks(plan),
+        *odd_numbers(plan),
+        *lacking_negative(plan),
+        *missing_packages(recipe.observe),
+    ]
     if errors:
         raise UserErrors(errors)
     return plan

@@ -6,7 +6,7 @@ The folder holds any number of shards, ``*.safetensors``, whose rows follow each
     text     [n l d]       embeddings of the prompts, zero behind the end of each
 
 and ``negative.safetensors`` with ``text`` [l d], the embedding of the negative prompt, for guidance and for condition
-dropout. Values are float16, bfloat16 or float32. A shard's metadata may name the n prompts: ``prompts``, a list in JSON.
+dropout. Values are float16, bfloat16 or float32. A shard's metadata may hold the n prompts: ``prompts``, a JSON list.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _prompt_faults(shard: Header) -> Iterator[str]:
     rows = shard.shapes["latents"][:1]
     if not isinstance(prompts, list) or not all(isinstance(text, str) for text in prompts) or (len(prompts),) != rows:
         said = f"{len(prompts)} entries" if isinstance(prompts, list) else "no list"
-        yield f"{shard.file}: metadata 'prompts' is {said}; write a JSON list of {rows[0] if rows else 0} texts, or none"
+        yield f"{shard.file}: metadata 'prompts' is {said}; write a JSON list of {rows[0] if rows else 0} texts"
 
 
 def _opened(file: Path) -> Any:

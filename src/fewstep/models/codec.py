@@ -1,4 +1,4 @@
-"""From what the data hold to latents and back, normalised channel by channel: pixels as they are, or latents of a VAE."""
+"""From what the data hold to latents and back: pixels, or latents of a VAE, normalised channel by channel."""
 
 from __future__ import annotations
 
