@@ -14,7 +14,7 @@ from torch import nn
 from fewstep.checkpoint.run_folder import Source, open_source
 from fewstep.config import Recipe, method_of
 from fewstep.data.api import Dataset
-from fewstep.data.latents import NEGATIVE, LatentFolder
+from fewstep.data.latents import LatentFolder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
@@ -80,7 +80,9 @@ class Plan:
         """What turns what the data say of their items, labels or texts, into the network's cond and uncond
         (``condition``, ``null``)."""
         dataset = self.dataset
-        return network.conditioner.of(dataset.negative) if isinstance(dataset, LatentFolder) else network.conditioner
+        if not isinstance(dataset, LatentFolder):
+            return network.conditioner
+        return network.conditioner.of(None if dataset.negative is None else dataset.negative.to(self.device))
 
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """A network for every role, its weights not yet set; no random stream is touched."""
@@ -134,7 +136,6 @@ def prepare(recipe: Recipe) -> Plan:
         *misfits(plan),
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
-        *lacking_negative(plan),
         *missing_packages(recipe.observe),
     ]
     if errors:
@@ -223,43 +224,12 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
         yield f"{error}; write another data.size, or another model.patch"
     classes = getattr(model.conditioner, "classes", None)
     if isinstance(plan.dataset, LatentFolder):
-        yield from misfits_of_texts(plan.dataset, model)
+        yield from plan.dataset.misfits(classes, model.architecture.text_dim)
     elif classes != len(plan.dataset.classes):
         yield (
             f"its network is conditioned on {classes or 'no'} classes ({model.conditioner.name}), the data set has "
             f"{len(plan.dataset.classes)}; take another network or other data"
         )
-
-
-def misfits_of_texts(dataset: LatentFolder, model: ModelSection) -> Iterator[str]:
-    """What of a network is not made for the texts of the data."""
-    if model.conditioner.name != "embedding":
-        yield (
-            f"its network is conditioned on classes ({model.conditioner.name}), the data have texts; take a network of "
-            "conditioner: {name: embedding}, such as a diffusers folder of Wan, or other data"
-        )
-    elif model.architecture.text_dim != dataset.text_shape[1]:
-        yield (
-            f"its network reads embeddings of width {model.architecture.text_dim} (model.text_dim), the texts of "
-            f"{dataset.path} are {dataset.text_shape[1]} wide; embed them by the network's own text encoder"
-        )
-
-
-def lacking_negative(plan: Plan) -> Iterator[str]:
-    """Keys that need the unconditional input, where the data have none."""
-    if not isinstance(plan.dataset, LatentFolder) or plan.dataset.negative is not None:
-        return
-    method, sampling = plan.recipe.method, plan.recipe.sampling
-    for key, value, off in (
-        ("method.guidance_scale", getattr(method, "guidance_scale", 1.0), 1.0),
-        ("method.cond_dropout", getattr(method, "cond_dropout", 0.0), 0),
-        ("sampling.guidance_scale", sampling.guidance_scale, 1.0),
-    ):
-        if value != off:
-            yield (
-                f"{key} = {value}: it needs the embedding of a negative prompt, and {plan.dataset.path} has no "
-                f"{NEGATIVE}; write that file with text [l d], or {off}"
-            )
 
 
 def misfits_of_blocks(plan: Plan) -> Iterator[str]:
@@ -309,9 +279,16 @@ def odd_numbers(plan: Plan) -> list[str]:
         errors.append(
             f"data.batch = {recipe.data.batch}: the data set has {len(plan.dataset)} items; write that or fewer"
         )
+    if isinstance(plan.dataset, LatentFolder):
+        errors += plan.dataset.lacks(recipe.method, recipe.sampling)
     teacher = plan.roles.get("teacher")
-    taught = (teacher.source.recipe or {}).get("method", {}) if teacher and teacher.source else {}
-    if getattr(recipe.method, "guidance_scale", 1.0) != 1.0 and taught.get("cond_dropout") == 0:
+    taught = (teacher.source.recipe or {}) if teacher and teacher.source else {}
+    from_nothing = taught.get("student", {}).get("init") == "random"  # weights from elsewhere may know it
+    if (
+        getattr(recipe.method, "guidance_scale", 1.0) != 1.0
+        and from_nothing
+        and taught["method"].get("cond_dropout") == 0
+    ):
         errors.append(
             f"method.guidance_scale = {recipe.method.guidance_scale}: the teacher was trained with cond_dropout 0 and "
             "never learnt the null condition that guidance compares with; write 1.0, or take another teacher"

@@ -24,8 +24,8 @@ class BatchSource:
 
     ``encode`` turns pixels, or latents as a VAE gives them, into x0 (the codec), ``condition`` labels, or embeddings of
     texts, into ``(cond, uncond)`` (the conditioner); both get tensors on the device, and run without gradient. On an
-    accelerator a data set of up to ``RESIDENT_BYTES`` stands in its memory, so that only the ids travel; a larger one is
-    copied batch by batch. Neither way waits for the device.
+    accelerator a data set of up to ``RESIDENT_BYTES`` stands in its memory, so that only the ids travel; a larger one
+    is copied batch by batch. Neither way waits for the device.
     """
 
     def __init__(

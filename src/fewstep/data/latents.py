@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fewstep.data.api import DatasetSection, LatentItems
 from fewstep.errors import UserError, UserErrors
+from fewstep.section import Section
 
 NEGATIVE = "negative.safetensors"
 FORMAT = "latents [n f c h w] and text [n l d], as docs/latents.md shows"
@@ -150,6 +151,33 @@ class LatentFolder:
         if self.negative is not None:
             digest.update(_bytes(self.negative))
         return digest.hexdigest()
+
+    def misfits(self, classes: int | None, text_dim: int) -> Iterator[str]:
+        """What does not fit of a network that is told of so many classes, or reads embeddings of width ``text_dim``."""
+        if classes is not None:
+            yield (
+                f"its network is told one of {classes} classes, the data have texts; take a network of conditioner: "
+                "{name: embedding}, such as a diffusers folder of Wan, or other data"
+            )
+        elif text_dim != self.text_shape[1]:
+            yield (
+                f"its network reads embeddings of width {text_dim} (model.text_dim), the texts of {self.path} are "
+                f"{self.text_shape[1]} wide; embed them by the network's own text encoder"
+            )
+
+    def lacks(self, method: Section, sampling: Section) -> Iterator[str]:
+        """The keys of a recipe that need a negative prompt, where there is none."""
+        for place, section, key, off in (
+            ("method", method, "guidance_scale", 1.0),
+            ("method", method, "cond_dropout", 0),
+            ("sampling", sampling, "guidance_scale", 1.0),
+        ):
+            value = getattr(section, key, off)
+            if value != off and self._negative is None:
+                yield (
+                    f"{place}.{key} = {value}: it needs the embedding of a negative prompt, and {self.path} has no "
+                    f"{NEGATIVE}; write that file with text [l d], or {off}"
+                )
 
     def _row(self, number: int) -> tuple[Tensor, Tensor]:
         shard = bisect_right(self._ends, number)

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fewstep import rng
-from fewstep.data.api import Dataset, Items
+from fewstep.data.api import Dataset
 from fewstep.data.batches import BatchSource
 from fewstep.data.latents import LatentFolder
 from fewstep.data.order import BatchOrder
@@ -249,8 +249,8 @@ class Chosen:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def items(self, ids: Sequence[int] | Tensor) -> Items:
-        """The items of the trajectories ``ids``."""
+    def items(self, ids: Sequence[int] | Tensor) -> Any:
+        """The items of the trajectories ``ids``, of the kind that the data set gives."""
         return self.dataset.items(self._ids[torch.as_tensor(ids)])
 
 
