@@ -73,7 +73,8 @@ def bytes_per_parameter(plan: Plan, role: str) -> int:
 
 
 def activations_gib(plan: Plan) -> float:
-    """About what the largest network keeps of one micro-batch for its backward pass."""
+    """About what the largest network keeps of one micro-batch for its backward pass: all that is inside its blocks, or,
+    where that is computed again, what enters each and the inside of one."""
     rows = min(plan.recipe.engine.micro_batch or plan.recipe.data.batch, plan.recipe.data.batch)
     frames, _, height, width = plan.shape
     largest = 0
@@ -81,7 +82,9 @@ def activations_gib(plan: Plan) -> float:
         if role.model is not None and role.optimizer is not None:
             shape = role.model.architecture
             tokens = rows * frames * height * width // math.prod(shape.patch)
-            largest = max(largest, tokens * shape.layers * (_KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim))
+            block = _KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim
+            kept = shape.layers * shape.dim + block if plan.recipe.engine.recompute else shape.layers * block
+            largest = max(largest, tokens * kept)
     return largest * plan.precision.itemsize / 2**30
 
 

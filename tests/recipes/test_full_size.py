@@ -16,7 +16,7 @@ from fewstep.checkpoint.source import open_source
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.config import Recipe, load_recipe
 from fewstep.data.latents import LatentFolder
-from fewstep.describe import describe
+from fewstep.describe import activations_gib, describe
 from fewstep.engines.roles import Role
 from fewstep.errors import UserError
 from fewstep.methods.sft import drop_condition
@@ -218,6 +218,15 @@ def test_the_plan_says_what_the_network_is_told(world: LatentWorld):
     assert "data: 7 items with texts of 5 x 20 and a negative prompt, 6 frame(s) of 16 x 4 x 6" in text
     for role in ("student", "teacher", "critic"):
         assert role in text
+
+
+def test_activations_that_are_computed_again_are_not_counted_for_every_block(world: LatentWorld):
+    """2 blocks of width 48, feed-forward 80, 2 rows of 6 frames of 6 tokens, in float32: inside a block 24 x 48 + 3 x 80
+    values a token, and 48 that enter it."""
+    tokens, inside = 2 * 6 * 6, 24 * 48 + 3 * 80
+    again, kept = (prepare(world.recipe("self_forcing", f"engine.recompute={on}")) for on in ("true", "false"))
+    assert activations_gib(again) == tokens * (2 * 48 + inside) * 4 / 2**30
+    assert activations_gib(kept) == tokens * 2 * inside * 4 / 2**30
 
 
 def refused(world: LatentWorld, name: str, *more: str) -> str:
