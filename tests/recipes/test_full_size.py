@@ -221,8 +221,8 @@ def test_the_plan_says_what_the_network_is_told(world: LatentWorld):
 
 
 def test_activations_that_are_computed_again_are_not_counted_for_every_block(world: LatentWorld):
-    """2 blocks of width 48, feed-forward 80, 2 rows of 6 frames of 6 tokens, in float32: inside a block 24 x 48 + 3 x 80
-    values a token, and 48 that enter it."""
+    """2 blocks of width 48, feed-forward 80; 2 rows of 6 frames of 6 tokens, in float32. Inside a block are 24 x 48 +
+    3 x 80 values a token, and 48 enter it."""
     tokens, inside = 2 * 6 * 6, 24 * 48 + 3 * 80
     again, kept = (prepare(world.recipe("self_forcing", f"engine.recompute={on}")) for on in ("true", "false"))
     assert activations_gib(again) == tokens * (2 * 48 + inside) * 4 / 2**30
