@@ -14,7 +14,7 @@ from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.causal import CausalWan
 from fewstep.records import assert_detached, concat, leaves, rows
 from fewstep.rng import Draw
-from fewstep.rollout.carry import Carry
+from fewstep.rollout.carry import Carry, refuse_cut
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.rolling import Rolling
 from fewstep.rollout.sampler import sampler_of
@@ -294,9 +294,16 @@ def test_a_section_that_makes_no_sense_is_refused(values, words):
     ],
 )
 def test_new_frames_that_are_not_whole_blocks_are_refused_with_both_numbers(form, frames, overlap, words):
-    section = SamplingSection(steps=4, stream_chunks=2, overlap_frames=overlap)
     with pytest.raises(UserError, match=words):
-        sampler_of(section, (frames, *CHW), CausalSection(**form))
+        refuse_cut(frames, overlap, CausalSection(**form))
+
+
+def test_chunks_are_cut_in_training_and_a_sample_may_have_any_whole_blocks():
+    section = SamplingSection(steps=4, stream_chunks=2, overlap_frames=6)
+    assert sampler_of(section, (3, *CHW), CausalSection(block_frames=3)).shape[0] == 3
+    refuse_cut(9, 6, CausalSection(block_frames=3))
+    refuse_cut(9, 0, CausalSection(block_frames=3))
+    refuse_cut(7, 1, CausalSection(block_frames=3, first_frame_alone=True))
 
 
 def test_a_recipe_that_streams_makes_a_sampler_that_does_and_a_bidirectional_network_refuses():
