@@ -9,8 +9,10 @@ import torch
 
 from fewstep.checkpoint.export import export
 from fewstep.checkpoint.source import open_source
+from fewstep.describe import carried_gib, describe
 from fewstep.errors import UserError, UserErrors
 from fewstep.prepare import prepare
+from fewstep.train import assemble
 from tests.recipes.tiny_runs import World, tensors, values
 from tests.test_cli import call
 from tests.test_train import assert_same_bits
@@ -58,6 +60,20 @@ def test_a_checkpoint_inside_a_stream_holds_where_every_batch_stands(world: Worl
             assert carry["key"].tolist() == [5 * slot + row for row in range(5)]
 
 
+@pytest.mark.parametrize("causal", ["{block_frames: 3, window: 7, sink: 1}", "{block_frames: 3}"])
+def test_a_dry_run_counts_the_memory_of_what_is_carried(world: World, causal: str):
+    """Of 2 batches of 5 rows, in two iterations: what a carry holds at its largest, before the last chunk."""
+    plan = prepare(world.recipe(LONG, begins(world)[0], f"student.causal={causal}", "sampling.stream_chunks=3"))
+    running = assemble(plan)
+    for iteration in range(2):
+        running.run(iteration)
+    layers = [tensor for carry in running.carries.values() for layer in carry.history.layers for tensor in layer]
+    gib = 2 * sum(tensor.nbytes for tensor in layers) / 2**30
+    assert carried_gib(plan) == pytest.approx(gib, rel=1e-12)
+    assert f"carried histories {gib:>18.3f} GiB" in describe(plan)
+    assert carried_gib(prepare(world.recipe(SFT))) == 0
+
+
 def test_exports_and_samples_know_nothing_of_carries(world: World, tmp_path):
     run = world.run(LONG)
     source = open_source(run.path)
@@ -70,6 +86,13 @@ def test_exports_and_samples_know_nothing_of_carries(world: World, tmp_path):
         call("sample", model, "--num", 1, "--frames", 3, "--out", tmp_path / f"{model.name}.gif")
     made = [(tmp_path / f"{name}.gif").read_bytes() for name in (run.path.name, "export")]
     assert made[0] == made[1]
+
+
+def test_the_rows_of_a_stream_are_those_of_its_first_iteration(world: World):
+    running = assemble(prepare(world.recipe(LONG, *begins(world), "sampling.stream_chunks=3")))
+    for slot in (0, 1):
+        labels = [running.batches.batch(iteration, slot).cond.label.tolist() for iteration in range(4)]
+        assert labels[0] == labels[1] == labels[2] != labels[3]
 
 
 @pytest.mark.parametrize(

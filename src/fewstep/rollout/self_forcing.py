@@ -195,7 +195,8 @@ class SelfForcing:
         self, student: CausalFlowModel, rollout: Rollout, cond: Any, carry: Carry | None = None
     ) -> KVCache | None:
         """What the last block of a rollout sees, and the blocks before it saw; None where it sees nothing."""
-        seen, causal = rollout.x0 if rollout.history is None else rollout.history, student.causal
+        seen = rollout.x0 if rollout.history is None else rollout.history
+        causal = student.causal
         past, entered = (None, 0) if carry is None else (carry.history, rollout.given)
         sizes = causal.partition(seen.shape[1] - entered, causal.block_from(past.num_frames) if past else 0)
         frames = entered + sum(sizes[:-1])
