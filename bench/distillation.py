@@ -1,7 +1,7 @@
 """Quality of distillation: teachers and their students over several seeds, judged on the same noise.
 
-    python bench/distillation.py --teacher wan_nano/sft --student wan_nano/dmd2 --seeds 0 1 2 --samples 5000
-    python bench/distillation.py --teacher wan_small/sft --student wan_small/dmd2_4step --student wan_small/dmd2_1step \
+    python -m bench.distillation --teacher wan_nano/sft --student wan_nano/dmd2 --seeds 0 1 2 --samples 5000
+    python -m bench.distillation --teacher wan_small/sft --student wan_small/dmd2_4step --student wan_small/dmd2_1step \
         --student wan_small/dmd2_4step method.gan=null discriminator=null --samples 10000 --batch 2000 --jobs 6
 
 Every seed trains its own teacher, and its students from that. A student is a recipe and, after it, overrides of it.
@@ -14,30 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from bench.runs import Judging, Run, in_order, work
 from fewstep.observe.sinks import read_rows
 
 WHERE = ("data.path=", "engine.", "checkpoint.", "observe.")
 """Overrides that say where and how fast a run goes, not what it makes: a student is not named by them."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A run of one seed. steps: numbers of steps to judge it at; None is the trained sampler."""
-
-    name: str
-    recipe: str
-    overrides: tuple[str, ...]
-    seed: int
-    folder: Path
-    steps: tuple[int, ...] = ()
 
 
 def main() -> None:
@@ -45,15 +31,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     teachers, students = planned(options)
     begun = time.perf_counter()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        made = {teacher.seed: pool.submit(make, teacher, options) for teacher in teachers}
-        waiting = [pool.submit(make, student, options, made[student.seed]) for student in students]
-        try:
-            for one in (*made.values(), *waiting):
-                one.result()
-        except BaseException:  # Ctrl-C reaches the runs too, and each leaves a checkpoint
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    if not work(in_order([*teachers, *students], Judging(options.samples, options.batch)), options.jobs):
+        raise SystemExit("not everything is done; the same command goes on")
     rows = summary(teachers, students, options.reference_steps)
     report = {"rows": rows, "took_s": time.perf_counter() - begun, "samples": options.samples, "seeds": options.seeds}
     report["environment"] = json.loads((teachers[0].folder / "environment.json").read_text())
@@ -75,47 +54,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def planned(options: argparse.Namespace) -> tuple[list[Trained], list[Trained]]:
+def planned(options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
     """The teachers and the students of all seeds."""
     teachers, students = [], []
     for seed in options.seeds:
         folder = options.out / f"seed{seed}"
         recipe, *overrides = options.teacher
-        teacher = Trained("teacher", recipe, tuple(overrides), seed, folder / "teacher", tuple(options.teacher_steps))
-        teachers.append(teacher)
+        steps = tuple(options.teacher_steps)
+        teachers.append(Run("teacher", recipe, tuple(overrides), seed, folder / "teacher", steps=steps))
         for number, (recipe, *overrides) in enumerate(options.student):
             name = " ".join([recipe, *(text for text in overrides if not text.startswith(WHERE))])
-            given = (f"teacher.init={teacher.folder}", *overrides)
-            students.append(Trained(name, recipe, given, seed, folder / f"student{number}"))
+            starts = (("teacher", folder / "teacher"),)
+            students.append(Run(name, recipe, tuple(overrides), seed, folder / f"student{number}", starts))
     return teachers, students
 
 
-def make(run: Trained, options: argparse.Namespace, teacher: Future[None] | None = None) -> None:
-    """Trains the run, when its teacher is there, and judges it, unless that was done before."""
-    if teacher is not None:
-        teacher.result()
-    if (run.folder / "evaluation.json").exists():
-        return
-    if not (run.folder / "trained").exists():
-        again = ["--resume"] if any((run.folder / "checkpoints").glob("*")) else []
-        fewstep("train", run.recipe, f"seed={run.seed}", *run.overrides, "--run", str(run.folder), *again)
-        (run.folder / "trained").touch()
-    steps = [text for count in run.steps for text in ("--steps", str(count))]
-    fewstep("eval", str(run.folder), "--num-samples", str(options.samples), "--batch", str(options.batch), *steps)
-    print(f"seed {run.seed}: {run.name} is done", flush=True)
-
-
-def fewstep(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "from fewstep.cli import main; main()", *arguments], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"fewstep {' '.join(arguments)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-
-
-def summary(teachers: list[Trained], students: list[Trained], reference_steps: int) -> list[dict]:
+def summary(teachers: list[Run], students: list[Run], reference_steps: int) -> list[dict]:
     """One row for the real data, for the teacher at each number of steps, and for every student."""
-    judged = {run.folder: json.loads((run.folder / "evaluation.json").read_text()) for run in (*teachers, *students)}
+    judged = {run.folder: json.loads(run.evaluation.read_text()) for run in (*teachers, *students)}
     of_teacher = {
         teacher.seed: {row["num_steps"]: row["frechet"] for row in judged[teacher.folder]} for teacher in teachers
     }

@@ -91,8 +91,8 @@ def judgement(run: Run, judging: Judging) -> Task:
     return Task(run, command, (run.trained,), run.evaluation, run.folder.with_suffix(".eval.log"))
 
 
-def in_order(runs: Sequence[Run], judging: Judging, delay: int) -> list[Task]:
-    """All tasks, the most urgent first: runs as given, and each judged when ``delay`` runs after it are begun."""
+def in_order(runs: Sequence[Run], judging: Judging, delay: int = 0) -> list[Task]:
+    """What is left to do, the most urgent first: runs as given, each judged when ``delay`` runs after it are begun."""
     tasks = [(2 * place, training(run)) for place, run in enumerate(runs)]
     tasks += [(2 * (place + delay) + 1, judgement(run, judging)) for place, run in enumerate(runs)]
     return [task for _, task in sorted(tasks, key=lambda pair: pair[0]) if not task.done.exists()]
@@ -167,6 +167,7 @@ def judge(folder: Path, steps: Sequence[int], judging: Judging, long: int = 0) -
     from fewstep.evaluate.drift import drift
     from fewstep.evaluate.evaluation import evaluate_real, save_evaluations
     from fewstep.evaluate.sample import balanced_labels, generate
+    from fewstep.observe.report import write_report
 
     loaded = load_model(folder)
     eyes, real = open_judge(loaded, None)
@@ -182,6 +183,7 @@ def judge(folder: Path, steps: Sequence[int], judging: Judging, long: int = 0) -
             row = row.model_copy(update={"drift": tuple(drift(loaded.codec.decode(made.x0), labels, eyes))})
         rows.append(row)
     save_evaluations(folder / "evaluation.json", rows)
+    write_report(folder)
 
 
 def main() -> None:

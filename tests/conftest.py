@@ -61,3 +61,12 @@ def _same_start_for_every_test():
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """The shape checks of the import hook step aside: no compiler can trace through them, and they are most of the time
+    that a small network takes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

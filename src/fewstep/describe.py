@@ -37,9 +37,12 @@ def describe(plan: Plan) -> str:
         total += gib
         origin = f"{role.source.path} ({role.source.chosen(role.weights)})" if role.source else "random weights"
         lines.append(f"{name:<14}{count:>14,}{gib:>8.3f} GiB  {origin}{'' if role.optimizer else ', frozen'}")
+    carried = carried_gib(plan)
+    if carried:
+        lines.append(f"{'carried histories':<28}{carried:>8.3f} GiB  of this iteration and the one before")
     lines += [
         f"{'activations':<28}{activations_gib(plan):>8.3f} GiB  about, for one training pass",
-        f"{'together':<28}{total + activations_gib(plan):>8.3f} GiB",
+        f"{'together':<28}{total + carried + activations_gib(plan):>8.3f} GiB",
         "",
         "updates of the whole run: " + ", ".join(f"{role} {count:,}" for role, count in plan.total_updates().items()),
         "phases of the last iteration: " + phases(plan),
@@ -86,6 +89,20 @@ def activations_gib(plan: Plan) -> float:
             kept = shape.layers * shape.dim + block if plan.recipe.engine.recompute else shape.layers * block
             largest = max(largest, tokens * kept)
     return largest * plan.precision.itemsize / 2**30
+
+
+def carried_gib(plan: Plan) -> float:
+    """What rollouts that go on hand from iteration to iteration, at most; two iterations' of it are there at once."""
+    model, sampling = plan.roles["student"].model, plan.recipe.sampling
+    if model is None or model.causal is None or sampling.stream_chunks == 1:
+        return 0.0
+    frames, _, height, width = plan.shape
+    longest = frames + (sampling.stream_chunks - 2) * (frames - sampling.overlap_frames)
+    recent = model.causal.recent(model.causal.block_frames)
+    kept = longest if recent is None else min(longest, model.causal.sink + recent)
+    shape = model.architecture
+    values = 2 * shape.layers * shape.dim * kept * (height * width // math.prod(shape.patch))
+    return 2 * plan.method.num_batches * plan.recipe.data.batch * values * plan.precision.itemsize / 2**30
 
 
 def phases(plan: Plan) -> str:

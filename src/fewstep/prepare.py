@@ -26,6 +26,7 @@ from fewstep.models.families import ModelSection, build
 from fewstep.observe.sinks import missing_packages
 from fewstep.optim.optimizer import OptimizerSection
 from fewstep.optim.schedule import ScheduleSection
+from fewstep.rollout.carry import refuse_cut
 from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.sampler import Sampler, sampler_of
 
@@ -124,10 +125,12 @@ def prepare(recipe: Recipe) -> Plan:
     dataset, codec = open_dataset(recipe.data), build_codec(recipe.codec)
     known = method_of(recipe)
     roles = plan_roles(recipe, known.of(recipe.method, FewStep.of(recipe.sampling, dataset.shape)))
-    student = roles["student"].model
-    wide = torch.promote_types(precision, torch.float32)
+    student, sampling = roles["student"].model, recipe.sampling
+    causal, wide = student.causal if student else None, torch.promote_types(precision, torch.float32)
     try:
-        sampler = sampler_of(recipe.sampling, dataset.shape, student.causal if student else None, wide)
+        sampler = sampler_of(sampling, dataset.shape, causal, wide)
+        if causal and sampling.stream_chunks > 1:
+            refuse_cut(dataset.shape[0], sampling.overlap_frames, causal)
     except UserError as error:
         raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)

@@ -23,9 +23,9 @@ from fewstep.methods.sid import SiD, SiDSection
 from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSection
 from fewstep.models.api import FlowModel
 from fewstep.rollout.few_step import FewStep
-from tests.engines.worlds import LADDER, SHAPE, assert_same_bits, copied, dmd2, engine, sft
+from tests.engines.worlds import LADDER, SHAPE, assert_same_bits, chunks_of, copied, dmd2, engine, sft, streams
 
-GIVEN = ("batch", "draw")
+GIVEN = ("batch", "draw", "carry")
 
 CASES: dict[str, Callable[[], Method]] = {
     "sft": sft,
@@ -42,6 +42,9 @@ CASES: dict[str, Callable[[], Method]] = {
         SiDSection(critic_updates=2, guidance_scale=3.0, gan=GANSection(student_weight=0.3)),
         FewStep(LADDER, "renoise", SHAPE),
     ),
+    "dmd2, streams, fresh": streams,
+    "dmd2, streams, separate, warm-up": lambda: streams(critic_batches="separate", critic_warmup_updates=3),
+    "sid, streams, shared": lambda: streams(SiD, critic_batches="shared", critic_updates=3),
 }
 LONG = ("sft", "dmd2, fresh, gan on the critic")
 """Restarted after three iterations of six; the others, for the sake of time, after two of four."""
@@ -166,7 +169,8 @@ def test_a_state_names_every_trained_role_its_optimizer_and_the_average(case):
     running = engine(made, batch=6)
     running.run(0)
     state = running.state()
-    assert set(state) == {*made.trained, *(f"{name}.optimizer" for name in made.trained), "ema"}
+    carries = {f"carry.{slot}" for slot in range(made.num_batches)} if chunks_of(made) > 1 else set()
+    assert set(state) == {*made.trained, *(f"{name}.optimizer" for name in made.trained), "ema", *carries}
     for name in made.trained:
         weights = set(running.roles[name].network.state_dict())
         assert set(state[name]) == weights

@@ -104,3 +104,14 @@ def test_a_batch_that_does_not_exist_is_refused(iteration: int, slot: int):
 def test_a_rank_that_does_not_exist_is_refused(rank: int, world: int):
     with pytest.raises(ValueError, match=f"rank {rank} of {world}"):
         BatchOrder(seed=0, num_items=5, batch=2, rank=rank, world=world)
+
+
+def test_iterations_that_hold_a_batch_read_the_same_rows_and_an_epoch_takes_so_many_times_longer():
+    """Streams that go on for three iterations: iteration i has the rows of stream i // 3, slot by slot."""
+    plain, held = BatchOrder(7, 11, 4, slots=2), BatchOrder(7, 11, 4, slots=2, hold=3)
+    for iteration in range(12):
+        for slot in (0, 1):
+            assert torch.equal(held.ids(iteration, slot), plain.ids(iteration // 3, slot))
+            assert torch.equal(held.keys(slot), plain.keys(slot))
+    with pytest.raises(ValueError, match="hold 0"):
+        BatchOrder(7, 11, 4, hold=0)

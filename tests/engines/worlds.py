@@ -30,12 +30,15 @@ from fewstep.optim.schedule import ScheduleSection
 from fewstep.records import Batch, Trajectory
 from fewstep.rng import Draw
 from fewstep.rollout.few_step import FewStep
+from fewstep.rollout.self_forcing import SelfForcing
 from tests.models.tiny import LABELS, randomise, tiny_section
 
 SHAPE = (1, 4, 6, 8)
 NUMEL = 4 * 6 * 8
 BATCH = 5
 LADDER = (1.0, 0.9, 0.6)
+STREAMING = CausalSection(block_frames=1, window=3, sink=1)
+"""How a student sees whose rollouts go on."""
 CPU = torch.device("cpu")
 
 
@@ -82,6 +85,18 @@ def dmd2(dtype: torch.dtype = torch.float32, **settings: Any) -> DMD2:
     return DMD2(DMD2Section(**values), FewStep(LADDER, "renoise", SHAPE, dtype=dtype))
 
 
+def streams(
+    kind: type[DMD2] = DMD2,
+    dtype: torch.dtype = torch.float32,
+    sigmas: tuple[float, ...] = LADDER,
+    **settings: Any,
+) -> DMD2:
+    """Rollouts of three chunks of 3 frames, the first of which, in the later two, is the last of the one before."""
+    rollout = SelfForcing(sigmas, "renoise", (3, *SHAPE[1:]), dtype=dtype, stream_chunks=3, overlap_frames=1)
+    values: dict[str, Any] = {"critic_updates": 2, "guidance_scale": 3.0} | settings
+    return kind(kind.Section(**values), rollout)
+
+
 def network(seed: int, layers: int = 2, causal: CausalSection | None = None) -> Wan:
     """2 layers, 3 heads, 48 wide, classes with a null; nothing in it is zero."""
     made = build(tiny_section(LABELS, layers=layers, causal=causal))
@@ -94,7 +109,8 @@ def networks(method: Method, *, same: Sequence[str] = ()) -> dict[str, nn.Module
     found: dict[str, nn.Module] = {}
     causal = CausalSection(block_frames=1) if needs_clips(method) else None
     for seed, name in enumerate(name for name in method.roles if name != "ema"):
-        found[name] = network(0 if name in same else seed, causal=causal)
+        sees = STREAMING if name == "student" and chunks_of(method) > 1 else causal
+        found[name] = network(0 if name in same else seed, causal=sees)
         if name == "discriminator":
             reads = method.gan.section.layers or (0,)  # type: ignore[union-attr]
             found[name] = randomise(Discriminator(48, len(reads)), seed)
@@ -103,6 +119,11 @@ def networks(method: Method, *, same: Sequence[str] = ()) -> dict[str, nn.Module
 
 def needs_clips(method: Method) -> bool:
     return getattr(method, "needs_causal", False)
+
+
+def chunks_of(method: Method) -> int:
+    """Iterations for which the method's rollouts go on."""
+    return getattr(getattr(method, "rollout_of", None), "stream_chunks", 1)
 
 
 def engine(
@@ -131,10 +152,10 @@ def engine(
     }
     conditioner: Any = roles["student"].network.conditioner
     codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
-    data = Tiles(3 if needs_clips(method) else 1)
+    data = Tiles(3 if needs_clips(method) or chunks_of(method) > 1 else 1)
     source = (TracedBatches if isinstance(method, OdeInit) else BatchSource)(
         data,
-        BatchOrder(seed, len(data), batch, method.num_batches),
+        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method)),
         lambda pixels: codec.encode(pixels).to(masters),
         lambda labels: (conditioner.condition(labels), conditioner.null(len(labels))),
         CPU,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,3 +65,35 @@ def test_the_critic_learns_the_clips_of_a_causal_student_and_nobody_else_does(ki
     made.critic_losses(critic, teacher, None, rollout, batch, draw("critic.0"))["critic/loss"].mean().backward()
     assert len(gradients(critic)) == len(list(critic.parameters()))
     assert gradients(student) == gradients(teacher) == []
+
+
+@pytest.mark.parametrize("kind", [DMD2, SiD])
+def test_the_overlap_of_a_later_chunk_is_seen_clean_and_is_out_of_every_loss(kind):
+    """Rollouts that go on: teacher and critic see the last frames of the chunk before as they were made, and the
+    gradient of the student is that of the new frames alone. (The loss of the critic: test_given_frames.)"""
+    student, teacher, critic, batch = causal(0, **FORM.model_dump()), network(1).double(), network(2).double(), clips()
+    sampling = SamplingSection(steps=3, shift=5.0, stream_chunks=3, overlap_frames=3)
+    section = SiDSection if kind is SiD else DMD2Section
+    made = kind(section(guidance_scale=3.0), SelfForcing.of(sampling, SHAPE, FORM, dtype=DOUBLE))
+    watched = [Watched(teacher), Watched(critic)]
+    first, second = (replace(draw("rollout"), iteration=iteration) for iteration in (6, 7))
+    with torch.no_grad():
+        before, carry = made.chunk(student, batch, first, None)
+        rollout, _ = made.chunk(student, batch, second, carry)
+        scores = made.scores(*watched, None, rollout, batch, draw("scores"))
+    assert (before.given, rollout.given) == (0, 3)
+    for x_t, sigma, _, _ in (asked for model in watched for asked in model.asked):
+        assert torch.equal(x_t[:3, :3], before.x0[:, 2:])
+        assert torch.equal(sigma[:, :3], torch.zeros_like(sigma[:, :3]))
+        assert sigma[:, 3:].min() > 0
+    assert not scores.gradient[:, :3].any()
+    assert scores.gradient[:, 3:].abs().min() > 0
+
+    made.student_losses(student, rollout, scores, batch, carry)["student/loss"].mean().backward()
+    found = gradients(student)
+    x0 = made.rollout_of.again(student, rollout, batch, carry)
+    weights = scores.gradient[:, 3:] / x0.numel()
+    expected = torch.autograd.grad(x0[:, 3:], list(student.parameters()), grad_outputs=weights)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-14)
+        assert one.abs().max() > 0

@@ -63,6 +63,8 @@ class World:
             places += [f"student.model.{key}={value}" for key, value in MODEL.items()]
         if recipe.method.name == "ode_init":
             places += ["method.nodes=6", "method.trajectories.count=8"]
+        if getattr(recipe.method, "critic_warmup_updates", 0):
+            places += ["method.critic_warmup_updates=2"]
         starts = [f"{role}.init={self.path / origin}" for role, origin in origins(name).items()]
         return [*SIZES, f"iterations={iterations}", *places, *starts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -75,6 +76,26 @@ def sampler(form: dict[str, Any], blocks: int = 4, **settings: Any) -> SelfForci
 
 def draw(iteration: int = 0, rows: int = 2) -> Draw:
     return Draw(seed=3, phase="rollout.0", iteration=iteration, key=torch.arange(rows))
+
+
+@dataclass(frozen=True)
+class StreamDraw(Draw):
+    """The noise of a stream of many chunks in one draw: of each block what the iteration draws that makes it.
+
+    Its own iteration is the one in which the stream begins."""
+
+    first: tuple[int, ...] = ()
+    """The number of every chunk's first block."""
+
+    @classmethod
+    def of(cls, draw: Draw, made: SelfForcing, causal: CausalSection) -> StreamDraw:
+        new = made.shape[0] - made.overlap_frames
+        first = (0, *(causal.block_from(made.shape[0] + n * new) for n in range(made.stream_chunks - 1)))
+        return cls(draw.seed, draw.phase, draw.iteration, draw.key, first)
+
+    def normal(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        chunk = sum(int(name.split(".")[1]) >= first for first in self.first) - 1
+        return Draw(self.seed, self.phase, self.iteration + chunk, self.key).normal(name, shape, dtype)
 
 
 def batch(x0: Tensor | None = None) -> Batch:

@@ -100,7 +100,7 @@ class CausalFlowModel(FlowModel, Protocol):
         together: bool = False,
     ) -> Latents:
         """The velocity of one block, or of many blocks in parallel, each against the blocks before it alone (which
-        needs a history from which nothing was evicted). together: all frames are one block, however many they are."""
+        needs a history of all of them but the last). together: all frames are one block, however many they are."""
         ...
 
     def append(self, history: KVCache | None, x0: Latents, cond: Any, sigma: Sigma | None = None) -> KVCache:

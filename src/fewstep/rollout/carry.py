@@ -29,21 +29,20 @@ class Carry:
 
     def tensors(self) -> dict[str, Tensor]:
         """The carry as named tensors, for a checkpoint."""
-        found = {"key": self.key, "x0": self.x0}
-        found["history.frames"] = torch.tensor([self.history.num_frames, self.history.frame_tokens])
-        for number, layer in enumerate(self.history.layers):
+        history, found = self.history, {"key": self.key, "x0": self.x0}
+        found["history"] = torch.tensor([len(history.layers), history.num_frames, history.frame_tokens])
+        for number, layer in enumerate(history.layers):
             found |= {f"history.{number}.{name}": tensor for name, tensor in layer._asdict().items()}
         return found
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> Carry:
         """The inverse of :meth:`tensors`. Raises KeyError where one of them is missing."""
-        num_layers = sum(name.endswith(".keys") for name in tensors)
+        num_layers, num_frames, frame_tokens = tensors["history"].tolist()
         layers = tuple(
             KeyValue(*(tensors[f"history.{number}.{name}"] for name in KeyValue._fields))
             for number in range(num_layers)
         )
-        num_frames, frame_tokens = tensors["history.frames"].tolist()
         return cls(tensors["key"], tensors["x0"], KVCache(layers, num_frames, frame_tokens))
 
 

@@ -27,7 +27,7 @@ from fewstep.models.blocks import CausalSection
 from fewstep.models.kv_cache import KVCache
 from fewstep.records import Batch, Rollout
 from fewstep.rng import Draw
-from fewstep.rollout.carry import Carry, refuse_cut
+from fewstep.rollout.carry import Carry
 from fewstep.rollout.clip import Clip, given_blocks
 from fewstep.rollout.few_step import SamplingSection, Stopped, walk
 from fewstep.shapes import Keys, Latents, Sigma
@@ -69,8 +69,6 @@ class SelfForcing:
         num_blocks = len(causal.partition(shape[0]))
         if given_blocks(causal, section.given_frames) >= num_blocks:
             raise UserError(f"{section.given_frames} given frames leave nothing to make of a clip of {shape[0]}")
-        if section.stream_chunks > 1:
-            refuse_cut(shape[0], section.overlap_frames, causal)
         steps = section.first_block_steps
         return cls(
             section.resolved(),
@@ -197,7 +195,8 @@ class SelfForcing:
         self, student: CausalFlowModel, rollout: Rollout, cond: Any, carry: Carry | None = None
     ) -> KVCache | None:
         """What the last block of a rollout sees, and the blocks before it saw; None where it sees nothing."""
-        seen, causal = rollout.x0 if rollout.history is None else rollout.history, student.causal
+        seen = rollout.x0 if rollout.history is None else rollout.history
+        causal = student.causal
         past, entered = (None, 0) if carry is None else (carry.history, rollout.given)
         sizes = causal.partition(seen.shape[1] - entered, causal.block_from(past.num_frames) if past else 0)
         frames = entered + sum(sizes[:-1])
