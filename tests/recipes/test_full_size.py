@@ -26,32 +26,16 @@ from fewstep.rng import Draw
 from fewstep.train import batch_source
 from fewstep.trajectories import folder_of
 from tests.data.latent_files import drawn, write_folder, write_shard
-from tests.recipes.tiny_latents import BASE, FAMILY, LatentWorld
+from tests.recipes.tiny_latents import BASE, FAMILY, RUNS, LatentWorld
 from tests.recipes.tiny_runs import values
 from tests.test_cli import call
 
 NAMES = [name.partition("/")[2] for name in shipped_recipes() if name.startswith(f"{FAMILY}/")]
-CHAIN = (
-    ("teacher_forcing",),
-    ("diffusion_forcing",),
-    ("ode_init",),
-    ("consistency",),
-    ("self_forcing",),
-    ("sid",),
-    ("teacher_forcing", "name=wan-1.3b-framewise-causal", "student.causal.block_frames=1"),
-    ("consistency", "name=wan-1.3b-framewise-consistency", "teacher.init={runs}/wan-1.3b-framewise-causal"),
-    ("self_forcing_2step",),
-)
-"""In the order in which they start from each other."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> LatentWorld:
-    """With a run of every recipe."""
-    world = LatentWorld.make(tmp_path_factory.mktemp("full-size"))
-    for name, *more in CHAIN:
-        world.train(name, *(text.format(runs=world.path / "runs") for text in more))
-    return world
+    return LatentWorld.make(tmp_path_factory.mktemp("full-size"))
 
 
 def shipped(name: str) -> Recipe:
@@ -62,7 +46,7 @@ def shipped(name: str) -> Recipe:
 
 
 def test_the_chain_has_a_recipe_for_every_stage():
-    assert sorted(NAMES) == sorted({name for name, *_ in CHAIN})
+    assert sorted(NAMES) == sorted({name for name, *_ in RUNS.values()})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,10 +144,10 @@ def path_of(name: str) -> Path:
 # At tiny size
 
 
-@pytest.mark.parametrize("entry", CHAIN, ids=" ".join)
-def test_two_iterations_of_every_recipe(world: LatentWorld, entry: tuple[str, ...]):
-    name = next((text.partition("=")[2] for text in entry if text.startswith("name=")), shipped(entry[0]).name)
-    run = world.run(name)
+@pytest.mark.parametrize("name", RUNS)
+def test_two_iterations_of_every_recipe(world: LatentWorld, name: str):
+    run = world.trained(name)
+    assert run.path.name == name
     rows, recipe = values(run), load_recipe(run.recipe)
     trained = rows["train", 2]
     assert trained["student/updates"] == 2
@@ -182,7 +166,7 @@ def test_two_iterations_of_every_recipe(world: LatentWorld, entry: tuple[str, ..
 
 
 def test_a_batch_of_a_run_is_the_data_normalised_with_texts_for_conditions(world: LatentWorld):
-    plan = prepare(world.recipe("teacher_forcing"))
+    plan = world.plan("teacher_forcing")
     network: Any = build(plan.roles["student"].model)
     source = batch_source(plan, Role("student", network, torch.float32))
     batch, ids = source.batch(1), source.order.ids(1)
@@ -202,19 +186,19 @@ def test_a_batch_of_a_run_is_the_data_normalised_with_texts_for_conditions(world
 
 def test_trajectories_are_made_of_latents_and_of_no_others(world: LatentWorld):
     """The endpoints are the guided teacher's for the data's own texts: told of others, the folder is another."""
-    recipe = world.recipe("ode_init")
-    folder = folder_of(prepare(recipe))
+    world.trained("wan-1.3b-ode-init")
+    folder = folder_of(world.plan("ode_init"))
     assert folder.missing() == []
     assert folder.read(torch.arange(5)).endpoint.isfinite().all()
     other = world.path / "other-latents"
     write_folder(other)
-    assert folder_of(prepare(world.recipe("ode_init", f"data.path={other}"))).missing() == []
+    assert folder_of(world.plan("ode_init", f"data.path={other}")).missing() == []
     write_shard(other / "part-1.safetensors", 4, 1000)
-    assert folder_of(prepare(world.recipe("ode_init", f"data.path={other}"))).missing() == [0, 1, 2]
+    assert folder_of(world.plan("ode_init", f"data.path={other}")).missing() == [0, 1, 2]
 
 
 def test_the_plan_says_what_the_network_is_told(world: LatentWorld):
-    text = describe(prepare(world.recipe("self_forcing")))
+    text = describe(world.plan("self_forcing"))
     assert "data: 7 items with texts of 5 x 20 and a negative prompt, 6 frame(s) of 16 x 4 x 6" in text
     for role in ("student", "teacher", "critic"):
         assert role in text
@@ -224,14 +208,14 @@ def test_activations_that_are_computed_again_are_not_counted_for_every_block(wor
     """2 blocks of width 48, feed-forward 80; 2 rows of 6 frames of 6 tokens, in float32. Inside a block are 24 x 48 +
     3 x 80 values a token, and 48 enter it."""
     tokens, inside = 2 * 6 * 6, 24 * 48 + 3 * 80
-    again, kept = (prepare(world.recipe("self_forcing", f"engine.recompute={on}")) for on in ("true", "false"))
+    again, kept = (world.plan("self_forcing", f"engine.recompute={on}") for on in ("true", "false"))
     assert activations_gib(again) == tokens * (2 * 48 + inside) * 4 / 2**30
     assert activations_gib(kept) == tokens * 2 * inside * 4 / 2**30
 
 
 def refused(world: LatentWorld, name: str, *more: str) -> str:
     with pytest.raises(UserError) as error:
-        prepare(world.recipe(name, *more))
+        world.plan(name, *more)
     return str(error.value)
 
 
@@ -244,7 +228,7 @@ def test_guidance_and_dropout_without_a_negative_prompt_are_refused(world: Laten
     message = refused(world, "teacher_forcing", bare, "method.cond_dropout=0.1")
     assert f"method.cond_dropout = 0.1: {needs}; write that file with text [l d], or 0" in message
     assert f"sampling.guidance_scale = 3.0: {needs}" in message
-    prepare(world.recipe("teacher_forcing", bare, "sampling.guidance_scale=1.0"))
+    world.plan("teacher_forcing", bare, "sampling.guidance_scale=1.0")
 
 
 def test_a_network_for_other_latents_or_texts_is_refused(world: LatentWorld, tmp_path: Path):
@@ -281,10 +265,10 @@ def test_pixels_are_not_for_the_codec_of_latents_and_latents_are_not_judged(worl
 
 def test_a_teacher_that_began_elsewhere_may_be_guided_without_having_dropped_conditions(world: LatentWorld):
     """Published weights know their negative prompt; those that were drawn at random know what they were taught."""
-    recipe = open_source(world.run("wan-1.3b-causal").path).recipe
+    recipe = open_source(world.trained("wan-1.3b-causal").path).recipe
     assert recipe is not None
     assert recipe["method"]["cond_dropout"] == 0
-    prepare(world.recipe("consistency"))
+    world.plan("consistency")
 
 
 # Sampling
@@ -292,13 +276,13 @@ def test_a_teacher_that_began_elsewhere_may_be_guided_without_having_dropped_con
 
 def test_samples_of_a_model_that_is_told_by_texts_are_latents_of_its_data(world: LatentWorld, tmp_path: Path):
     """The file holds what the sampler makes of the first texts, as the VAE takes it, and is a shard itself."""
-    model, file = world.run("wan-1.3b-student").path, tmp_path / "made.safetensors"
+    model, file = world.trained("wan-1.3b-student").path, tmp_path / "made.safetensors"
     text = call("sample", model, "--num", "3", "--out", file, "--seed", "5", "--batch", "2")
     assert "3 samples of" in text
     assert "Wrote" in text
     made = load_file(file)
     assert torch.equal(made["text"], world.rows["text"][:3])
-    plan = prepare(world.recipe("self_forcing"))
+    plan = world.plan("self_forcing")
     network: Any = build(plan.roles["student"].model)
     network.load_state_dict(open_source(model).weights("ema"))
     conds = network.conditioner.of(None).condition(world.rows["text"][:3])
@@ -313,7 +297,7 @@ def test_samples_of_a_model_that_is_told_by_texts_are_latents_of_its_data(world:
 
 
 def test_texts_of_ones_own_are_sampled_with_and_without_guidance(world: LatentWorld, tmp_path: Path):
-    model, file = world.run("wan-1.3b-student").path, tmp_path / "texts.safetensors"
+    model, file = world.trained("wan-1.3b-student").path, tmp_path / "texts.safetensors"
     text = drawn(7, 2, 9, 20)
     save_file({"text": text, "negative": drawn(8, 9, 20)}, file)
     shared = ["sample", model, "--embeddings", file, "--out"]
@@ -333,13 +317,25 @@ def test_texts_of_ones_own_are_sampled_with_and_without_guidance(world: LatentWo
     assert "there is no such file" in call("sample", model, "--embeddings", tmp_path / "no", code=2)
 
 
+def test_clips_that_are_continued_begin_like_those_of_the_data(world: LatentWorld, tmp_path: Path):
+    more = ("name=wan-1.3b-continued", "sampling.given_frames=2", "sampling.first_block_steps=null", "iterations=1")
+    run = world.train("self_forcing_2step", *more)
+    call("sample", run.path, "--num", "3", "--out", tmp_path / "made.safetensors")
+    made = load_file(tmp_path / "made.safetensors")["latents"]
+    assert (made[:, :2] - world.rows["latents"][:3, :2].float()).abs().max() < 1e-5
+    assert (made[:, 2:] - world.rows["latents"][:3, 2:].float()).abs().max() > 0.1
+    save_file({"text": drawn(7, 2, 9, 20)}, tmp_path / "texts.safetensors")
+    message = call("sample", run.path, "--embeddings", tmp_path / "texts.safetensors", code=2)
+    assert "continues clips, and a file of texts has none; leave --embeddings out" in message
+
+
 def test_the_prompts_of_the_data_travel_with_their_samples(world: LatentWorld, tmp_path: Path):
     write_folder(tmp_path / "data", (3,))
     write_shard(tmp_path / "data" / "part-0.safetensors", 3, 0, prompts=["one", "two", "three"])
     recipe = tmp_path / "recipe.yaml"
-    text = world.run("wan-1.3b-student").recipe.read_text()
+    text = world.trained("wan-1.3b-student").recipe.read_text()
     recipe.write_text(text.replace(str(world.path / "latents"), str(tmp_path / "data")))
-    call("sample", world.run("wan-1.3b-student").path, "--recipe", recipe, "--num", "2", "--out", tmp_path / "s")
+    call("sample", world.trained("wan-1.3b-student").path, "--recipe", recipe, "--num", "2", "--out", tmp_path / "s")
     (file,) = (tmp_path / "s").iterdir()
     assert file.name == "wan-1.3b-student-steps4-seed0-num2.safetensors"
     with safe_open(file, framework="pt") as found:
@@ -347,7 +343,7 @@ def test_the_prompts_of_the_data_travel_with_their_samples(world: LatentWorld, t
 
 
 def test_what_needs_pictures_or_classes_says_so(world: LatentWorld, tmp_path: Path):
-    model = world.run("wan-1.3b-student").path
+    model = world.trained("wan-1.3b-student").path
     for command in ("stream", "eval"):
         message = call(command, model, code=2)
         assert "is told by embeddings of texts what to make, and makes latents" in message

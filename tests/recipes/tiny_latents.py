@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fewstep.checkpoint.tensor_file import write_tensors
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.config import Recipe, load_recipe
 from fewstep.models.wan.state_dict_adapter import config_to_diffusers, to_diffusers
-from fewstep.prepare import prepare
+from fewstep.prepare import Plan, prepare
 from fewstep.train import train
 from tests.data.latent_files import write_folder
 from tests.models.tiny import TEXT, tiny_section, tiny_wan
@@ -40,9 +41,23 @@ def write_wan(folder: Path) -> Path:
     return folder
 
 
+RUNS = {
+    "wan-1.3b-causal": ("teacher_forcing",),
+    "wan-1.3b-diffusion-forcing": ("diffusion_forcing",),
+    "wan-1.3b-ode-init": ("ode_init",),
+    "wan-1.3b-consistency": ("consistency",),
+    "wan-1.3b-student": ("self_forcing",),
+    "wan-1.3b-student-sid": ("sid",),
+    "wan-1.3b-framewise-causal": ("teacher_forcing", "student.causal.block_frames=1"),
+    "wan-1.3b-framewise-consistency": ("consistency", "teacher.init=runs/wan-1.3b-framewise-causal"),
+    "wan-1.3b-framewise-2step": ("self_forcing_2step",),
+}
+"""Every run of the chain: its recipe and what is changed there, as docs/causal_video.md says."""
+
+
 @dataclass(frozen=True)
 class LatentWorld:
-    """A folder with a published network, latents and runs."""
+    """A folder with a published network, latents and runs, which are trained when they are first needed."""
 
     path: Path
     rows: dict[str, Tensor]
@@ -56,22 +71,35 @@ class LatentWorld:
     def recipe(self, name: str, *more: str) -> Recipe:
         """A shipped recipe at tiny size; what it starts from is in this world."""
         shipped = shipped_recipes()[f"{FAMILY}/{name}"]
-        recipe = load_recipe(shipped)
-        sections = {role: getattr(recipe, role) for role in ("student", "teacher", "critic")}
-        starts = {role: section.init for role, section in sections.items() if section is not None}
-        places = [f"{role}.init={self.path / init}" for role, init in starts.items() if "/" in init]
+        places = [f"{role}.init={self.path / init}" for role, init in self._starts(name, more).items()]
         places += [f"data.path={self.path / 'latents'}", f"data.cache={self.path / 'cache'}"]
-        if recipe.method.name == "ode_init":
+        if name == "ode_init":
             places += ["method.trajectories.count=5", "method.trajectories.shard=2"]
-        return load_recipe(shipped, [*SIZES, "iterations=2", *places, *more])
+        kept = [text for text in more if ".init=runs/" not in text]
+        return load_recipe(shipped, [*SIZES, "iterations=2", *places, *kept])
 
-    def run(self, name: str) -> RunFolder:
-        """The folder of the run of that name."""
-        return RunFolder(self.path / "runs" / name)
+    def plan(self, name: str, *more: str) -> Plan:
+        """The plan of a recipe, with the runs that it starts from."""
+        for init in self._starts(name, more).values():
+            if init.startswith("runs/"):
+                self.trained(init.removeprefix("runs/"))
+        return prepare(self.recipe(name, *more))
+
+    def trained(self, run: str) -> RunFolder:
+        """A run of the chain."""
+        name, *more = RUNS[run]
+        folder = RunFolder(self.path / "runs" / run)
+        return folder if folder.holds_a_run() else self.train(name, f"name={run}", *more)
 
     def train(self, name: str, *more: str) -> RunFolder:
         """Trains the recipe, as the command line does."""
-        recipe = self.recipe(name, *more)
-        run = RunFolder.create(self.run(recipe.name).path)
-        assert train(prepare(recipe), run)
+        plan = self.plan(name, *more)
+        run = RunFolder.create(self.path / "runs" / plan.recipe.name)
+        assert train(plan, run)
         return run
+
+    def _starts(self, name: str, more: Sequence[str]) -> dict[str, str]:
+        """What each role of the recipe starts from, a run or the published network."""
+        recipe = load_recipe(shipped_recipes()[f"{FAMILY}/{name}"], [text for text in more if ".init=runs/" in text])
+        sections = {role: getattr(recipe, role) for role in ("student", "teacher", "critic")}
+        return {role: section.init for role, section in sections.items() if section is not None and "/" in section.init}
