@@ -29,7 +29,7 @@ SELF_FORCING = "wan_nano_video/self_forcing"
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     made = World.make(tmp_path_factory.mktemp("video") / "world")
     for name in ("sft", "teacher_forcing", "consistency", "self_forcing"):
-        made.train(f"wan_nano_video/{name}", "validation=null", "sampling.shift=2.0")
+        made.train(f"wan_nano_video/{name}", "sampling.shift=2.0")
     return made
 
 
@@ -146,7 +146,7 @@ def test_a_run_does_not_go_on_with_another_network(world):
 
 
 def test_a_student_that_continues_clips_is_sampled_judged_compared_and_exported(world, tmp_path):
-    run = world.train(SELF_FORCING, "validation=null", "sampling.given_frames=3", into="continues")
+    run = world.train(SELF_FORCING, "sampling.given_frames=3", into="continues")
     call("sample", run.path, "--num", 2, "--out", tmp_path / "a.gif")
     call("eval", run.path, "--num-samples", 66, "--compare", world.run("wan_nano_video/sft").path)
     assert (run.samples / "compare.png").is_file()
@@ -159,7 +159,9 @@ def test_a_student_that_continues_clips_is_sampled_judged_compared_and_exported(
 
 
 def test_rolling_students_are_compared_at_steps_that_they_can_take(world):
-    run = world.train(SELF_FORCING, "validation=null", "sampling.steps=4", "sampling.rolling_blocks=2", into="rolls")
+    run = world.train(
+        SELF_FORCING, "sampling.steps=4", "validation.steps=[4]", "sampling.rolling_blocks=2", into="rolls"
+    )
     call("eval", run.path, "--num-samples", 66, "--compare", world.run("wan_nano_video/sft").path)
     assert (run.samples / "compare.png").is_file()
 

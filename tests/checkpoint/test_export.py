@@ -55,7 +55,15 @@ save_file({"first": first, "x0": x0.contiguous()}, result)
 assert not any(name.startswith("fewstep") for name in sys.modules)
 """
 
-PLAIN = {"first_block_steps": None, "history_sigma": 0.0, "given_frames": 0, "stop": "shared", "rolling_blocks": 1}
+PLAIN = {
+    "first_block_steps": None,
+    "history_sigma": 0.0,
+    "given_frames": 0,
+    "stop": "shared",
+    "rolling_blocks": 1,
+    "stream_chunks": 1,
+    "overlap_frames": 0,
+}
 """What a sampler of whole clips says of blocks."""
 
 

@@ -23,7 +23,15 @@ from tests.models.tiny import TEXT, tiny_section, tiny_wan
 
 LADDER = [1.0, 0.9375, 5 / 6, 0.625]
 
-PLAIN = {"first_block_steps": None, "history_sigma": 0.0, "given_frames": 0, "stop": "shared", "rolling_blocks": 1}
+PLAIN = {
+    "first_block_steps": None,
+    "history_sigma": 0.0,
+    "given_frames": 0,
+    "stop": "shared",
+    "rolling_blocks": 1,
+    "stream_chunks": 1,
+    "overlap_frames": 0,
+}
 """What a sampler of whole clips says of blocks."""
 
 
