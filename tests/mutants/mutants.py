@@ -727,6 +727,14 @@ LATENTS = (
            'loaded.codec.decode(made.x0).float()',
            'made.x0.float()',
            ('recipes/test_full_size.py::test_samples_of_a_model_that_is_told_by_texts_are_latents_of_its_data',)),
+    Mutant('continued-from-nothing', 'cli/latents.py',
+           'loaded.codec.encode(items.latents)',
+           'loaded.codec.encode(0 * items.latents)',
+           ('recipes/test_full_size.py::test_clips_that_are_continued_begin_like_those_of_the_data',)),
+    Mutant('card-names-no-texts', 'checkpoint/model_card.py',
+           'if exported.classes is None:',
+           'if False:',
+           ('recipes/test_full_size.py::test_an_export_makes_what_the_run_makes_and_says_how',)),
 )
 
 # fmt: on

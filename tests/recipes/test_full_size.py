@@ -342,6 +342,19 @@ def test_the_prompts_of_the_data_travel_with_their_samples(world: LatentWorld, t
         assert json.loads(found.metadata()["prompts"]) == ["one", "two"]
 
 
+def test_an_export_makes_what_the_run_makes_and_says_how(world: LatentWorld, tmp_path: Path):
+    model, folder = world.trained("wan-1.3b-causal").path, tmp_path / "export"
+    call("export", model, folder)
+    assert "fewstep sample . --embeddings texts.safetensors" in (folder / "README.md").read_text()
+    save_file({"text": drawn(7, 2, 5, 20), "negative": drawn(8, 5, 20)}, tmp_path / "texts.safetensors")
+    for place in (model, folder):
+        out = tmp_path / f"{place.name}.safetensors"
+        call("sample", place, "--embeddings", tmp_path / "texts.safetensors", "--steps", "3", "--out", out)
+    made = [load_file(tmp_path / f"{place.name}.safetensors")["latents"] for place in (model, folder)]
+    assert torch.equal(*made)
+    assert "name a file of embeddings by --embeddings" in call("sample", folder, code=2)
+
+
 def test_what_needs_pictures_or_classes_says_so(world: LatentWorld, tmp_path: Path):
     model = world.trained("wan-1.3b-student").path
     for command in ("stream", "eval"):
