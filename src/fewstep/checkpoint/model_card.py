@@ -71,7 +71,7 @@ def _with_fewstep(exported: Exported) -> str:
     if exported.classes is None:
         return (
             "## With fewstep\n\n```sh\nfewstep sample . --embeddings texts.safetensors --seed 0\n```\n\nruns the "
-            "network as it was trained, on the embeddings of texts in that file: `text` [n l d]. It writes latents for the VAE."
+            "network as it was trained, on the embeddings of texts in that file: `text` [n l d]. It writes latents."
         )
     stream = "" if exported.block_frames is None else "fewstep stream . --label 0 --frames 96\n"
     return (
