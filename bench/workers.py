@@ -8,11 +8,12 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
 DONE, STOPPED, FAILED = "done", "stopped", "FAILED"
@@ -128,15 +129,25 @@ class Worker:
 
 
 def serve(channel: connection.Connection, device: str) -> None:
-    """The life of a worker. It has a session of its own: signals of the terminal do not reach it."""
+    """The life of a worker. It has a session of its own: signals of the terminal do not reach it. Should the bench be
+    killed, it stops as if asked to."""
     os.setsid()
     os.environ["CUDA_VISIBLE_DEVICES"] = visible(device)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell's background job ignores it
+    threading.Thread(target=stop_with_parent, daemon=True).start()
     try:
         while True:
             channel.send(attempt(channel.recv()))
             release()
     except (EOFError, KeyboardInterrupt):
         return
+
+
+def stop_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def attempt(task: Task) -> str:

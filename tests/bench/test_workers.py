@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -113,13 +114,19 @@ def test_a_failure_is_told_and_leaves_only_what_needs_it(tmp_path: Path, capsys:
     assert first == second != third, "the worker goes on after an error, and is replaced where its process has died"
 
 
-def test_the_time_limit_asks_what_runs_to_stop_and_begins_nothing_else(
+def test_after_ctrl_c_what_runs_is_asked_to_stop_and_nothing_else_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    start = time.monotonic()
+    def press() -> None:
+        while not (tmp_path / "order").exists() or len(begun(tmp_path)) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
     tasks = [task(tmp_path, "training", wait), task(tmp_path, "judging", sleep), task(tmp_path, "later")]
-    assert not work(tasks, ["cpu", "cpu"], limit_s=4)
-    assert time.monotonic() - start < 30
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=press, daemon=True).start()
+    assert not work(tasks, ["cpu", "cpu"])
+    signal.signal(signal.SIGINT, before)
     assert sorted(begun(tmp_path)) == ["judging", "training"]
     assert not list(tmp_path.glob("*.done"))
     told = capsys.readouterr().out
@@ -127,8 +134,42 @@ def test_the_time_limit_asks_what_runs_to_stop_and_begins_nothing_else(
     assert "judging: stopped" in told
 
 
+def test_nothing_begins_after_the_time_limit(tmp_path: Path):
+    start = time.monotonic()
+    assert not work([task(tmp_path, "training", wait), task(tmp_path, "later")], ["cpu"], limit_s=0.5)
+    assert time.monotonic() - start < 30
+    assert not (tmp_path / "later.log").exists()
+
+
 def test_a_worker_sees_its_own_device_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [visible(device) for device in ("cuda:0", "cuda:3", "cpu")] == ["0", "3", ""]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert visible("cuda:1") == "7"
+
+
+def be_killed(folder: Path, name: str) -> bool:
+    """As a bench that is killed while its task runs."""
+    threading.Thread(target=kill_when_begun, args=(folder,), daemon=True).start()
+    return work([task(folder, "training", tell)], ["cpu"])
+
+
+def kill_when_begun(folder: Path) -> None:
+    while not (folder / "order").exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell(folder: Path, name: str) -> bool:
+    """Says that it was asked to stop."""
+    wait(folder, name)
+    (folder / "asked").touch()
+    return False
+
+
+def test_a_task_stops_when_its_bench_is_killed(tmp_path: Path):
+    assert not work([task(tmp_path, "bench", be_killed)], ["cpu"])
+    end = time.monotonic() + 20
+    while not (tmp_path / "asked").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert (tmp_path / "asked").exists()
