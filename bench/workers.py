@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -91,8 +92,9 @@ class Worker:
     def _start(self) -> None:
         context = get_context("spawn")
         self.channel, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, self.device))
-        self._process.start()
+        self._process = context.Process(target=serve, args=(other,))
+        with seen_alone(self.device):  # imports, which come before ``serve``, may look for GPUs
+            self._process.start()
         other.close()
 
     def begin(self, task: Task) -> None:
@@ -124,15 +126,14 @@ class Worker:
         self.channel.close()
         self._process.join(5.0 if self.task is None else 0.1)
         if self._process.is_alive():
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.kill()
             self._process.join()
 
 
-def serve(channel: connection.Connection, device: str) -> None:
+def serve(channel: connection.Connection) -> None:
     """The life of a worker. It has a session of its own: signals of the terminal do not reach it. Should the bench be
     killed, it stops as if asked to."""
     os.setsid()
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible(device)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell's background job ignores it
     threading.Thread(target=stop_with_parent, daemon=True).start()
     try:
@@ -177,12 +178,19 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def visible(device: str) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` is for a process that has only ``device``, among those visible here."""
-    if device == "cpu":
-        return ""
-    number, here = int(device.removeprefix("cuda:")), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return here.split(",")[number].strip() if here else str(number)
+@contextmanager
+def seen_alone(device: str) -> Iterator[None]:
+    """Processes that are begun inside have no GPU but ``device``, counted among those that are visible here."""
+    name = "CUDA_VISIBLE_DEVICES"
+    here = os.environ.get(name)
+    number = device.removeprefix("cuda:")
+    os.environ[name] = "" if device == "cpu" else here.split(",")[int(number)] if here else number
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if here is not None:
+            os.environ[name] = here
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

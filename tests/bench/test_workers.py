@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.workers import Task, visible, work
+from bench.workers import Task, work
 
 
 def note(folder: Path, name: str) -> bool:
@@ -141,11 +141,24 @@ def test_nothing_begins_after_the_time_limit(tmp_path: Path):
     assert not (tmp_path / "later.log").exists()
 
 
-def test_a_worker_sees_its_own_device_alone(monkeypatch: pytest.MonkeyPatch):
+def see(folder: Path, name: str) -> bool:
+    """Writes which GPUs there are for the process."""
+    (folder / "order").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    return True
+
+
+@pytest.mark.parametrize(
+    ("device", "here", "seen"), [("cuda:3", None, "3"), ("cuda:1", "5,7", "7"), ("cpu", "5,7", "")]
+)
+def test_a_worker_has_its_own_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, here: str | None, seen: str
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [visible(device) for device in ("cuda:0", "cuda:3", "cpu")] == ["0", "3", ""]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert visible("cuda:1") == "7"
+    if here is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
+    assert work([task(tmp_path, "see", see)], [device])
+    assert (tmp_path / "order").read_text() == seen
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == here
 
 
 def be_killed(folder: Path, name: str) -> bool:
