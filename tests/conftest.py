@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 
 # Before torch is imported: one thread a worker (the workers share the cores), and no library asks the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,6 +68,16 @@ def _same_start_for_every_test():
 def unchecked_shapes():
     """The shape checks of the import hook step aside: no compiler can trace through them, and they are most of the time
     that a small network takes."""
+    yield from _without_checks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _whole_runs(request: pytest.FixtureRequest):
+    """They step aside for a module that says ``WHOLE_RUNS = True``, whose tests run commands from end to end."""
+    yield from _without_checks() if getattr(request.module, "WHOLE_RUNS", False) else iter([None])
+
+
+def _without_checks() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

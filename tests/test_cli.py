@@ -32,6 +32,8 @@ from fewstep.methods import METHODS
 from fewstep.models.families import build
 from fewstep.models.wan.sizes import WanSection
 
+WHOLE_RUNS = True
+
 ROOT = Path(fewstep.__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from fewstep.cli import main; main()"]
 

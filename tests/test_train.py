@@ -27,6 +27,8 @@ from fewstep.prepare import prepare
 from fewstep.train import StopRequest, assemble, train
 from tests.recipes.tiny_runs import World, tensors, values
 
+WHOLE_RUNS = True
+
 SFT, DMD2 = "wan_nano/sft", "wan_nano/dmd2_gan"
 ROOT = Path(__file__).parents[1]
 

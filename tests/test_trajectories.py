@@ -29,6 +29,8 @@ from fewstep.trajectories import folder_of, generate, teacher_weights
 from tests.models.tiny import randomise, relative
 from tests.recipes.tiny_runs import MODEL, write_clothes
 
+WHOLE_RUNS = True
+
 FRAMES, COUNT, SHARD = 4, 11, 4
 OPTIMIZER = {"lr": 1e-3}
 

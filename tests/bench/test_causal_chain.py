@@ -19,6 +19,8 @@ from fewstep.config import Recipe, load_recipe
 from fewstep.prepare import prepare
 from tests.recipes.tiny_runs import MODEL, write_clothes
 
+WHOLE_RUNS = True
+
 FRAMES = 6
 TRAINED = ("teacher", "tf", "cd", "tf-frame")
 JUDGED = "cd"

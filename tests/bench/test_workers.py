@@ -13,6 +13,8 @@ import pytest
 
 from bench.workers import Task, work
 
+WHOLE_RUNS = True
+
 
 def note(folder: Path, name: str) -> bool:
     """Writes the task and the process that does it into the file "order"."""

@@ -30,6 +30,8 @@ from tests.recipes.tiny_latents import BASE, FAMILY, RUNS, LatentWorld
 from tests.recipes.tiny_runs import values
 from tests.test_cli import call
 
+WHOLE_RUNS = True
+
 NAMES = [name.partition("/")[2] for name in shipped_recipes() if name.startswith(f"{FAMILY}/")]
 
 
