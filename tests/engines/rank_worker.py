@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fewstep.checkpoint.save import CheckpointSection, load_checkpoint, save_checkpoint, take_part
+from fewstep.checkpoint.save import CheckpointSection, save_checkpoint, take_part
 from fewstep.engines.mesh import Mesh, Ranks, join
 from fewstep.engines.process import ProcessEngine
 from fewstep.methods.api import Method
@@ -33,7 +33,9 @@ KEEP = CheckpointSection(every=1, keep_last=9)
 
 def self_forcing() -> Method:
     """Student, teacher and critic see blocks of one frame."""
-    made: Any = DMD2(DMD2Section(critic_updates=2, guidance_scale=3.0), SelfForcing(LADDER, "renoise", CLIP, dtype=DOUBLE))
+    made: Any = DMD2(
+        DMD2Section(critic_updates=2, guidance_scale=3.0), SelfForcing(LADDER, "renoise", CLIP, dtype=DOUBLE)
+    )
     made.needs_causal = True
     return made
 
@@ -52,9 +54,13 @@ METHODS: dict[str, Callable[[], Method]] = {
     "streams": lambda: streams(dtype=DOUBLE),
 }
 """Methods at tiny size, by name."""
+
+
 def made(name: str, mesh: Mesh | None = None) -> ProcessEngine:
     """Micro-batches of one row on ranks, whole batches in one process."""
-    return engine(METHODS[name](), dtype=DOUBLE, batch=BATCH, mesh=mesh, micro_batch=1 if mesh and name == "sft" else None)
+    return engine(
+        METHODS[name](), dtype=DOUBLE, batch=BATCH, mesh=mesh, micro_batch=1 if mesh and name == "sft" else None
+    )
 
 
 def main() -> None:

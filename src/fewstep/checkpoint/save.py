@@ -80,7 +80,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint of ``iteration``, then removes those that ``keep`` does not keep.
 
-    tensors: by group, then by name; any device; of those that come ``Later`` one at a time is held. meta: whatever JSON can hold, without NaN; ``Meta.to_json()`` in a run.
+    tensors: by group, then by name; any device; of those that come ``Later`` one at a time is held. meta: whatever JSON
+    can hold, without NaN; ``Meta.to_json()`` in a run.
     Returns the folder. Raises UserError if the disk is full or fails: nothing of the new checkpoint stays, and no other
     is touched.
     """

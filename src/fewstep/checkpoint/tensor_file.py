@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fewstep.errors import UserError
 
-
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -54,7 +54,7 @@ def train(
     if dry_run:
         say(describe(plan))
         return
-    if not resume:
+    if not resume and plan.ranks.first:
         folder = RunFolder.create(place)
     if not run_plan(plan, folder, resume=resume):
         raise typer.Exit(STOPPED)

@@ -137,12 +137,12 @@ class ProcessEngine:
         mesh, tensors = self.mesh, carry.tensors()
         if mesh is None:
             return tensors
-        return {
-            name: tensor
-            if name == "history"
-            else Later((len(tensor) * mesh.ranks.world, *tensor.shape[1:]), tensor.dtype, partial(mesh.all_rows, tensor))
-            for name, tensor in tensors.items()
-        }
+
+        def later(rows: Tensor) -> Later:
+            shape = (len(rows) * mesh.ranks.world, *rows.shape[1:])
+            return Later(shape, rows.dtype, partial(mesh.all_rows, rows))
+
+        return {name: tensor if name == "history" else later(tensor) for name, tensor in tensors.items()}
 
     def _pieces(
         self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]

@@ -1,5 +1,5 @@
-"""Roles whose weights are cut over the ranks by FSDP2: each rank keeps a part of every weight and gathers a block of the
-network only while it runs.
+"""Roles whose weights are cut over the ranks by FSDP2: each rank keeps a part of every weight, and gathers a block of
+the network only while it runs.
 """
 
 from __future__ import annotations

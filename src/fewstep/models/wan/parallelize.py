@@ -15,8 +15,9 @@ METHODS = ("velocity", "features", "tell", "prefill", "velocity_given", "append"
 
 
 def shard_blocks(model: Wan, axes: Any) -> None:
-    """Cuts every weight along its first axis over the ranks of ``axes`` (a ``DeviceMesh``), in place (FSDP2): a block is gathered while it
-    runs, what stands around the blocks while a public method runs, and afterwards all weights are parts again.
+    """Cuts every weight along its first axis over the ranks of ``axes`` (a ``DeviceMesh``), in place, by FSDP2: a block
+    is gathered while it runs, what stands around the blocks while a public method runs, and afterwards all weights are
+    parts again.
 
     Weights keep their dtype when they are gathered; autocast, where it is on, casts them as it does in one process.
     """
