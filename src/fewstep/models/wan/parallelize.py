@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ def shard_blocks(model: Wan, axes: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views that a block returns: nothing writes to them
     for block in model.blocks:
         fully_shard(block, mesh=axes, reshard_after_forward=True)
         register_fsdp_forward_method(block, "told")
