@@ -112,7 +112,8 @@ def _write_in_turn(file: Path, tensors: Named) -> None:
         for name in order:
             tensor = tensors[name]
             whole = tensor.make() if isinstance(tensor, Later) else tensor
-            opened.write(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            values: Any = whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            opened.write(values)
 
 
 def _independent(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
