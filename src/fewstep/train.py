@@ -49,7 +49,7 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
     group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
     lock = run.lock() if ranks.first else nullcontext()
-    with group as mesh, lock, StopRequest(*[] if ranks.first else [""]) as stop:
+    with group as mesh, lock, StopRequest() if ranks.first else StopRequest("") as stop:
         engine = assemble(plan, mesh)
         check = validator(plan, engine, run)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)

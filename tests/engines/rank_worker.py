@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fewstep.checkpoint.save import CheckpointSection, load_checkpoint, save_checkpoint, take_part
@@ -145,6 +146,9 @@ def main() -> None:
         for job in jobs:
             if job == "toggled":
                 toggled(folder / job, mesh)
+            elif job == "copies":
+                axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+                run("sft", folder / job, Mesh(mesh.ranks, axes, mesh._store))
             elif job == "raises":
                 if mesh.ranks.rank == 1:
                     raise ValueError("no more rows")

@@ -69,7 +69,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    workers = started("tests.engines.rank_worker", [str(folder), *METHODS, "toggled", "raises"])
+    workers = started("tests.engines.rank_worker", [str(folder), *METHODS, "copies", "toggled", "raises"])
     said = [worker.communicate(timeout=300)[0] for worker in workers]
     return Ended(folder, [worker.returncode for worker in workers], said)
 
@@ -107,6 +107,16 @@ def test_after_an_iteration_every_weight_is_a_part_again_and_stands_where_the_op
         seen = ended.seen(method, rank)
         assert seen["gathered"] == []
         assert seen["moved_away"] == []
+
+
+def test_ranks_that_each_hold_all_weights_equal_ranks_that_share_them(ended):
+    """``engine.replicas``."""
+    assert_close(ended.state("copies"), ended.state("sft"))
+    assert ended.seen("copies")["rows"] == [
+        {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in row.items()}
+        for row in ended.seen("sft")["rows"]
+    ]
+    assert ended.seen("copies", 1)["parts"]["blocks.0.modulation"] == [1, 6, 48]
 
 
 def test_each_rank_holds_its_part_of_weights_that_do_not_divide(ended):

@@ -126,24 +126,31 @@ class Mesh:
         """The inverse of :meth:`all_rows`."""
         return tensor[self.ranks.rank :: self.ranks.world]
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """The error; or, where it only says that a rank is gone, one that says which, and why it went."""
-        me, world = self.ranks.rank, self.ranks.world
+    def explained(self, error: BaseException) -> BaseException:
+        """The error, told to the other ranks; or, where it only says that one of them is gone, a RankError that says
+        which, and why it went."""
+        me = self.ranks
         if not _is_lost_partner(error):
-            self._store.set(f"failed/{me}", f"{self.ranks} failed: {type(error).__name__}: {error}")
+            self._store.set(f"failed/{me.rank}", f"{me} failed: {type(error).__name__}: {error}")
             return error
-        self._store.set(f"waiting/{me}", str(self.ranks))
-        others, until = [rank for rank in range(world) if rank != me], time.monotonic() + GRACE_S
-        while True:
-            failed = [rank for rank in others if self._store.check([f"failed/{rank}"])]
-            if failed:
-                return RankError(f"{self.ranks} stops: {self._store.get(f'failed/{failed[0]}').decode()}")
-            silent = [str(rank) for rank in others if not self._store.check([f"waiting/{rank}"])]
-            if not silent or time.monotonic() > until:
-                break
+        try:
+            self._store.set(f"waiting/{me.rank}", "")
+            return RankError(f"{me} stops: {self._why() or error}")
+        except dist.DistError:
+            return RankError(f"{me} stops: rank 0, through which the ranks find each other, is gone: {error}")
+
+    def _why(self) -> str:
+        """What became of the others, of whom those that wait too are given the time to say so."""
+        silent = [rank for rank in range(self.ranks.world) if rank != self.ranks.rank]
+        until = time.monotonic() + GRACE_S
+        while silent and time.monotonic() < until:
+            for rank in silent:
+                if self._store.check([f"failed/{rank}"]):
+                    return self._store.get(f"failed/{rank}").decode()
+            silent = [rank for rank in silent if not self._store.check([f"waiting/{rank}"])]
             time.sleep(0.1)
-        whom = f"rank {', '.join(silent)} no longer answers (killed, or stalled)" if silent else "ranks lost each other"
-        return RankError(f"{self.ranks} stops: {whom}: {error}")
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        return names and f"{names} no longer answers: killed, or stalled"
 
 
 @contextmanager
@@ -170,7 +177,7 @@ def join(ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int 
     try:
         yield mesh
     except Exception as error:
-        explained = mesh._explained(error)
+        explained = mesh.explained(error)
         if explained is error:
             raise
         raise explained from error
