@@ -112,10 +112,8 @@ def test_after_an_iteration_every_weight_is_a_part_again_and_stands_where_the_op
 def test_ranks_that_each_hold_all_weights_equal_ranks_that_share_them(ended):
     """``engine.replicas``."""
     assert_close(ended.state("copies"), ended.state("sft"))
-    assert ended.seen("copies")["rows"] == [
-        {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in row.items()}
-        for row in ended.seen("sft")["rows"]
-    ]
+    for row, expected in zip(ended.seen("copies")["rows"], ended.seen("sft")["rows"], strict=True):
+        assert row == {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in expected.items()}
     assert ended.seen("copies", 1)["parts"]["blocks.0.modulation"] == [1, 6, 48]
 
 

@@ -110,10 +110,12 @@ def _write_in_turn(file: Path, tensors: Named) -> None:
     with file.open("wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            tensor = tensors[name]
-            whole = tensor.make() if isinstance(tensor, Later) else tensor
-            values: Any = whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            opened.write(values)
+            opened.write(_values(tensors[name]))
+
+
+def _values(tensor: Tensor | Later) -> Any:
+    whole = tensor.make() if isinstance(tensor, Later) else tensor
+    return whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _independent(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
