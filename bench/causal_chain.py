@@ -1,7 +1,9 @@
 """The chain from a bidirectional video teacher to causal few-step students, in the variants that papers compare.
 
-    python -m bench.causal_chain --jobs 6                              everything, on one GPU
-    python -m bench.causal_chain --jobs 6 --time-limit 500             a part of it; the same command goes on
+    python -m bench.causal_chain                                       everything, on all GPUs
+    python -m bench.causal_chain --time-limit 500                      a part of it; the same command goes on
+    python -m bench.causal_chain --time-limit 500 --pack runs/chain    the same, going on on another machine: there
+    python -m bench.causal_chain --unpack runs/chain --pack runs/chain
     python -m bench.causal_chain --table-only
     python -m bench.causal_chain --common data.path=/data/fashion-mnist --overrides 'dmd-*' iterations=400 \
         --only teacher tf cd dmd-cd --seeds 0
@@ -24,11 +26,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.runs import Judging, Run, in_order, work
+from bench.pack import pack, unpack
+from bench.runs import Judging, Run, in_order
+from bench.workers import add_options, devices_of, work
 
 RECIPES = "wan_small_video"
 NOT_RUN = "not run"
 FRAMES, TIMES_LONGER = 12, 4
+ALWAYS = ("validation=null",)
+"""What is judged afterwards is not validated on the way."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,12 @@ def dmd(name: str, student: str, told: str, *overrides: str, steps: int = 4, all
 
 
 def fewer(steps: int) -> tuple[str, ...]:
-    return (f"sampling.steps={steps}", "sampling.first_block_steps=4", f"validation.steps=[{steps}]")
+    return (f"sampling.steps={steps}", "sampling.first_block_steps=4")
 
 
 FRAME_WISE = ("student.causal.block_frames=1",)
 SINK = ("student.causal.window=9", "student.causal.sink=3")
-KINDS = (
+CORE = (
     Kind("teacher", "bidirectional teacher", "sft", steps=(50, 20, 4)),
     Kind("tf", "teacher forcing (TF)", "teacher_forcing", {"student": "teacher"}, steps=(20, 4)),
     Kind("cd", "consistency distillation (CD) of TF", "consistency", {"teacher": "tf"}),
@@ -67,6 +73,9 @@ KINDS = (
     dmd("dmd-ode-ar", "ode-ar", "DMD after ODE of TF", all_seeds=True),
     dmd("dmd-ode-bi", "ode-bi", "DMD after ODE of the bidirectional teacher", all_seeds=True),
     dmd("dmd-none", "teacher", "DMD after none: the bidirectional teacher's weights, run causally", all_seeds=True),
+)
+"""What is run of one seed before the next one, each after those that it starts from."""
+MORE = (
     dmd("dmd-sink", "cd", "DMD after CD, window and sink", *SINK),
     dmd("dmd-rolling", "cd", "the same by rolling forcing", *SINK, "sampling.rolling_blocks=2"),
     dmd("dmd-2step", "cd", "DMD after CD, 4 steps for the first block", *fewer(2), steps=2),
@@ -76,21 +85,25 @@ KINDS = (
     dmd("dmd-frame", "cd-frame", "DMD after CD, frame by frame", *FRAME_WISE),
     dmd("dmd-tf", "tf", "DMD after TF, without few-step initialisation", all_seeds=True),
 )
-"""In the order of urgency."""
+"""What comes after all seeds."""
+KINDS = (*CORE, *MORE)
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.unpack:
+        unpack(options.unpack, options.out)
     runs, complete = planned(options), True
+    chosen = [run for run in runs if any(fnmatch(run.name, pattern) for pattern in options.only)]
     if not options.table_only:
         judging = Judging(options.samples, options.batch, options.long_samples)
-        chosen = [run for run in runs if any(fnmatch(run.name, pattern) for pattern in options.only)]
-        tasks = in_order(chosen, judging, delay=2 * len(options.seeds))
-        complete = work(tasks, options.jobs, options.time_limit)
+        complete = work(in_order(chosen, judging), devices_of(options), options.time_limit)
     report = summary(runs, options.seeds)
     (options.out / "causal_chain.json").write_text(json.dumps(report, indent=1))
-    print(markdown(report))
+    print(markdown(report), flush=True)
+    if options.pack:
+        print("packed:", *pack(chosen, options.out, options.pack, options.max_mib))
     raise SystemExit(0 if complete else 3)
 
 
@@ -102,37 +115,40 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--overrides", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="of some runs"
     )
-    parser.add_argument("--samples", type=int, default=5000, help="clips for every figure")
-    parser.add_argument("--long-samples", type=int, default=1000, help="long clips for every window of the drift")
+    parser.add_argument("--samples", type=int, default=2000, help="clips for every figure")
+    parser.add_argument("--long-samples", type=int, default=500, help="long clips for every window of the drift")
     parser.add_argument("--batch", type=int, default=1000, help="clips made at once; does not change them")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side; distorts times alone")
+    add_options(parser)
     parser.add_argument("--time-limit", type=float, help="seconds until all processes are asked to stop")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="write FILE.1of3 ...: what going on elsewhere needs")
+    parser.add_argument("--max-mib", type=float, default=16.0, help="size of each of these files")
+    parser.add_argument("--unpack", type=Path, metavar="FILE", help="begin with what FILE.1of3 ... hold")
     parser.add_argument("--table-only", action="store_true", help="of what is judged; runs nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-causal-chain"))
     return parser.parse_args(arguments)
 
 
 def planned(options: argparse.Namespace) -> list[Run]:
-    """All runs of all seeds; one kind after the other."""
+    """All runs: seed by seed what is core, then the rest."""
+    core = [(kind, seed) for seed in options.seeds for kind in CORE]
+    more = [(kind, seed) for kind in MORE for seed in (options.seeds if kind.all_seeds else options.seeds[:1])]
+    return [run_of(kind, seed, options) for kind, seed in (*core, *more)]
+
+
+def run_of(kind: Kind, seed: int, options: argparse.Namespace) -> Run:
     frames = next((int(text[12:]) for text in options.common if text.startswith("data.frames=")), FRAMES)
-    runs = []
-    for kind in KINDS:
-        for seed in options.seeds if kind.all_seeds else options.seeds[:1]:
-            folder = options.out / f"seed{seed}"
-            given = [text for name, *texts in options.overrides if fnmatch(kind.name, name) for text in texts]
-            runs.append(
-                Run(
-                    kind.name,
-                    f"{RECIPES}/{kind.recipe}",
-                    (*options.common, *kind.overrides, *given),
-                    seed,
-                    folder / kind.name,
-                    tuple((role, folder / name) for role, name in kind.starts.items()),
-                    kind.steps,
-                    0 if kind.name == "teacher" else TIMES_LONGER * frames,
-                )
-            )
-    return runs
+    folder = options.out / f"seed{seed}"
+    given = [text for name, *texts in options.overrides if fnmatch(kind.name, name) for text in texts]
+    return Run(
+        kind.name,
+        f"{RECIPES}/{kind.recipe}",
+        (*ALWAYS, *options.common, *kind.overrides, *given),
+        seed,
+        folder / kind.name,
+        tuple((role, folder / name) for role, name in kind.starts.items()),
+        kind.steps,
+        0 if kind.name == "teacher" else TIMES_LONGER * frames,
+    )
 
 
 def summary(runs: Sequence[Run], seeds: Sequence[int]) -> dict[str, Any]:

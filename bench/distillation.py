@@ -2,7 +2,7 @@
 
     python -m bench.distillation --teacher wan_nano/sft --student wan_nano/dmd2 --seeds 0 1 2 --samples 5000
     python -m bench.distillation --teacher wan_small/sft --student wan_small/dmd2_4step --student wan_small/dmd2_1step \
-        --student wan_small/dmd2_4step method.gan=null discriminator=null --samples 10000 --batch 2000 --jobs 6
+        --student wan_small/dmd2_4step method.gan=null discriminator=null --samples 10000 --batch 2000
 
 Every seed trains its own teacher, and its students from that. A student is a recipe and, after it, overrides of it.
 Prints the Frechet distance of every model (mean of the seeds, and each), each student's ratio to its teacher at the
@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from statistics import mean
 
-from bench.runs import Judging, Run, in_order, work
+from bench.runs import Judging, Run, in_order
+from bench.workers import add_options, devices_of, work
 from fewstep.observe.sinks import read_rows
 
 WHERE = ("data.path=", "engine.", "checkpoint.", "observe.")
@@ -31,7 +32,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     teachers, students = planned(options)
     begun = time.perf_counter()
-    if not work(in_order([*teachers, *students], Judging(options.samples, options.batch)), options.jobs):
+    tasks = in_order([*teachers, *students], Judging(options.samples, options.batch))
+    if not work(tasks, devices_of(options)):
         raise SystemExit("not everything is done; the same command goes on")
     rows = summary(teachers, students, options.reference_steps)
     report = {"rows": rows, "took_s": time.perf_counter() - begun, "samples": options.samples, "seeds": options.seeds}
@@ -49,7 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=500, help="samples made at once; does not change them")
     parser.add_argument("--teacher-steps", nargs="+", type=int, default=[50, 20, 4, 2, 1])
     parser.add_argument("--reference-steps", type=int, default=50, help="of the teacher, to hold students to")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; distorts times alone")
+    add_options(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/bench-distillation"))
     return parser.parse_args(arguments)
 

@@ -1,29 +1,23 @@
-"""Runs of a bench: trained and judged by processes of their own, side by side, each as soon as what it starts from is
-there. What is finished is kept, so that an interrupted bench goes on.
-
-    python bench/runs.py FOLDER --samples 5000 --steps 20 4         judges one run, into its evaluation.json
-"""
+"""Runs of a bench: trained, and judged, each as soon as what it starts from is there. What is finished is kept, so that
+an interrupted bench goes on."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-GRACE_S = 60.0
-"""What a process has to stop in, before it is ended."""
-_TAIL = 3000
+from bench.workers import Task
+
+GRAPHS = 256
+"""Compiled forms of one function that a process may keep: many networks are trained in it, at many shapes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of ``fewstep train``.
+    """One training, as ``fewstep train`` does it.
 
     starts: the role whose ``init`` is another run's folder, and that folder. steps: numbers of steps to judge it at;
     none is the trained sampler. long: frames of the clips in which its drift is judged; 0 is not at all.
@@ -37,6 +31,11 @@ class Run:
     starts: tuple[tuple[str, Path], ...] = ()
     steps: tuple[int, ...] = ()
     long: int = 0
+
+    @property
+    def words(self) -> list[str]:
+        """All that is changed in the recipe."""
+        return [f"seed={self.seed}", *(f"{role}.init={folder}" for role, folder in self.starts), *self.overrides]
 
     @property
     def trained(self) -> Path:
@@ -58,146 +57,91 @@ class Judging:
     long_samples: int = 0
 
 
-@dataclass(frozen=True)
-class Task:
-    """Training or judging of a run. needs: files that must be there first. done: a file that is there afterwards."""
-
-    run: Run
-    command: tuple[str, ...]
-    needs: tuple[Path, ...]
-    done: Path
-    log: Path
-
-    @property
-    def told(self) -> str:
-        return f"seed {self.run.seed}: {self.run.name} is {'trained' if self.done == self.run.trained else 'judged'}"
+def in_order(runs: Sequence[Run], judging: Judging) -> list[Task]:
+    """What is left to do, the most urgent first: runs as given, each judged as soon as it is trained."""
+    to_train, _ = unfinished(runs)
+    tasks = []
+    for run in runs:
+        if run in to_train:
+            needs = tuple(folder / "trained" for _, folder in run.starts)
+            tasks.append(_task(run, "trained", partial(train_run, run), needs, run.trained))
+        if not run.evaluation.exists():
+            tasks.append(_task(run, "judged", partial(judge, run, judging), (run.trained,), run.evaluation))
+    return tasks
 
 
-def training(run: Run) -> Task:
-    """The run from its start, or from where it was stopped."""
-    starts = [f"{role}.init={folder}" for role, folder in run.starts]
-    again = ["--resume"] if (run.folder / "recipe.yaml").exists() else []
-    words = [f"seed={run.seed}", *starts, *run.overrides, "--run", str(run.folder), *again]
-    command = (sys.executable, "-c", "from fewstep.cli import main; main()", "train", run.recipe, *words)
-    needs = tuple(folder / "trained" for _, folder in run.starts)
-    return Task(run, command, needs, run.trained, run.folder.with_suffix(".train.log"))
+def unfinished(runs: Sequence[Run]) -> tuple[list[Run], set[Path]]:
+    """The runs that are to be trained, and the folders that these start from. ``runs``: each after those that it starts
+    from. A run that is judged is trained, again, only where something needs its weights and they are not there."""
+    found, needed = list[Run](), set[Path]()
+    for run in reversed(runs):
+        if not run.trained.exists() and (run.folder in needed or not run.evaluation.exists()):
+            found.insert(0, run)
+            needed |= {folder for _, folder in run.starts}
+    return found, needed
 
 
-def judgement(run: Run, judging: Judging) -> Task:
-    steps = ("--steps", *map(str, run.steps)) if run.steps else ()
-    long = ("--long", str(run.long), "--long-samples", str(judging.long_samples)) if run.long else ()
-    sizes = ("--samples", str(judging.samples), "--batch", str(judging.batch))
-    command = (sys.executable, str(Path(__file__).resolve()), str(run.folder), *sizes, *steps, *long)
-    return Task(run, command, (run.trained,), run.evaluation, run.folder.with_suffix(".eval.log"))
+def _task(run: Run, what: str, do: Any, needs: tuple[Path, ...], done: Path) -> Task:
+    log = run.folder.with_suffix(f".{what}.log")
+    return Task(f"seed {run.seed}, {run.name} {what}", do, needs, done, log)
 
 
-def in_order(runs: Sequence[Run], judging: Judging, delay: int = 0) -> list[Task]:
-    """What is left to do, the most urgent first: runs as given, each judged when ``delay`` runs after it are begun."""
-    tasks = [(2 * place, training(run)) for place, run in enumerate(runs)]
-    tasks += [(2 * (place + delay) + 1, judgement(run, judging)) for place, run in enumerate(runs)]
-    return [task for _, task in sorted(tasks, key=lambda pair: pair[0]) if not task.done.exists()]
+def train_run(run: Run) -> bool:
+    """From its start, or from where it was stopped; False if it was stopped again."""
+    import torch
+
+    from fewstep.checkpoint.run_folder import RunFolder
+    from fewstep.cli.shipped import find_recipe
+    from fewstep.config import load_recipe
+    from fewstep.prepare import prepare
+    from fewstep.train import train
+
+    compiler: Any = torch._dynamo.config
+    compiler.recompile_limit = max(compiler.recompile_limit, GRAPHS)
+    plan = prepare(load_recipe(find_recipe(run.recipe), run.words))
+    resume = (run.folder / "recipe.yaml").exists()
+    return train(plan, RunFolder(run.folder) if resume else RunFolder.create(run.folder), resume=resume)
 
 
-def work(tasks: Sequence[Task], jobs: int, limit_s: float | None = None) -> bool:
-    """Runs the tasks, ``jobs`` at a time, the first that is ready before others. True if all are done.
-
-    After ``limit_s`` seconds, or Ctrl-C, the processes are asked to stop, which leaves checkpoints; the same call later
-    goes on. A task that fails is told of, with the end of its log; what needs it is left.
-    """
-    waiting, running = list(tasks), dict[Task, subprocess.Popen[bytes]]()
-    end = time.monotonic() + limit_s if limit_s else float("inf")
-    missing = len(waiting)
-    try:
-        while time.monotonic() < end:
-            for task in [task for task, process in running.items() if process.poll() is not None]:
-                missing -= finished(task, running.pop(task).returncode)
-            ready = [task for task in waiting if all(path.exists() for path in task.needs)]
-            for task in ready[: jobs - len(running)]:
-                waiting.remove(task)
-                running[task] = begun(task)
-            if not running:
-                break
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        print("Stopping; the same command goes on.", flush=True)
-    stop(running)
-    return missing == 0
-
-
-def begun(task: Task) -> subprocess.Popen[bytes]:
-    """In a session of its own: signals of the terminal reach it through :func:`stop` alone, once."""
-    task.log.parent.mkdir(parents=True, exist_ok=True)
-    with task.log.open("ab") as log:
-        return subprocess.Popen(
-            task.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-
-def finished(task: Task, code: int) -> bool:
-    """Whether the task is done; says so, or why not."""
-    if code:
-        print(f"seed {task.run.seed}: {task.run.name} FAILED ({code}), {task.log}:", flush=True)
-        print(task.log.read_text(errors="replace")[-_TAIL:], flush=True)
-        return False
-    task.done.touch()
-    print(f"{time.strftime('%H:%M:%S')} {task.told}", flush=True)
-    return True
-
-
-def stop(running: dict[Task, subprocess.Popen[bytes]]) -> None:
-    """Ctrl-C for every process, once, and an end for what has not stopped after ``GRACE_S``."""
-    for process in running.values():
-        process.send_signal(signal.SIGINT)
-    end = time.monotonic() + GRACE_S
-    for task, process in running.items():
-        try:
-            process.wait(max(end - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.returncode == 0:
-            finished(task, 0)
-
-
-def judge(folder: Path, steps: Sequence[int], judging: Judging, long: int = 0) -> None:
+def judge(run: Run, judging: Judging) -> bool:
     """Writes ``evaluation.json`` of the run: real data, the model at each number of steps (none: the trained one), and
-    at the trained one its drift in clips of ``long`` frames."""
-    from fewstep.cli.judging import measure, open_judge
+    at the trained one its drift in clips of ``run.long`` frames."""
+    from fewstep.cli.judging import measure
     from fewstep.cli.model import load_model
     from fewstep.evaluate.drift import drift
     from fewstep.evaluate.evaluation import evaluate_real, save_evaluations
     from fewstep.evaluate.sample import balanced_labels, generate
     from fewstep.observe.report import write_report
 
-    loaded = load_model(folder)
-    eyes, real = open_judge(loaded, None)
+    loaded = load_model(run.folder)
+    eyes, real = judge_of(loaded, run.folder / "recipe.yaml")
     rows = [evaluate_real(eyes, real, judging.samples)]
-    for count in steps or [None]:
+    for count in run.steps or [None]:
         row = measure(loaded, eyes, count, num_samples=judging.samples, seeds=(0,), batch=judging.batch)
-        if long and row.num_steps == len(loaded.sampling.resolved()):
+        if run.long and row.num_steps == len(loaded.sampling.resolved()):
             labels = balanced_labels(judging.long_samples, len(loaded.classes))
-            sampler = loaded.sampler(loaded.sampling, long)
+            sampler = loaded.sampler(loaded.sampling, run.long)
             made = generate(
                 loaded.role, sampler, loaded.conditioner, labels, 0, batch=judging.batch, device=loaded.device
             )
             row = row.model_copy(update={"drift": tuple(drift(loaded.codec.decode(made.x0), labels, eyes))})
         rows.append(row)
-    save_evaluations(folder / "evaluation.json", rows)
-    write_report(folder)
+    save_evaluations(run.evaluation, rows)
+    write_report(run.folder)
+    return True
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", nargs="+", type=int, default=[])
-    parser.add_argument("--samples", type=int, default=5000)
-    parser.add_argument("--batch", type=int, default=500)
-    parser.add_argument("--long", type=int, default=0)
-    parser.add_argument("--long-samples", type=int, default=1000)
-    options = parser.parse_args()
-    judging = Judging(options.samples, options.batch, options.long_samples)
-    judge(options.folder, options.steps, judging, options.long)
+def judge_of(loaded: Any, recipe: Path) -> Any:
+    """The judge for the recipe's data, and the data. Opening it reads all of them, so it is kept for the next run."""
+    from fewstep.cli.judging import open_judge
+    from fewstep.config import load_recipe
+
+    described = load_recipe(recipe)
+    extractor = described.validation.extractor if described.validation else None
+    key = (described.data.model_dump_json(exclude={"batch"}), extractor and extractor.model_dump_json())
+    if key not in _JUDGES:
+        _JUDGES[key] = open_judge(loaded, str(recipe))
+    return _JUDGES[key]
 
 
-if __name__ == "__main__":
-    main()
+_JUDGES: dict[Any, Any] = {}

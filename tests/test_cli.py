@@ -185,7 +185,7 @@ def test_config_check_judges_every_recipe_and_fails_if_one_does(tmp_path):
     broken = tmp_path / "broken.yaml"
     broken.write_text("name: x\n")
     text = call("config", "check", broken, "wan_nano/sft", code=2)
-    assert "sft.yaml: fine (sft, 1300 iterations)" in text
+    assert "sft.yaml: fine (sft, 4000 iterations)" in text
     assert f"{broken}:1: iterations: is missing; write iterations: <whole number>" in text
     assert "fine (sft, 5 iterations)" in call("config", "check", "wan_nano/sft", "iterations=5")
 

@@ -103,14 +103,14 @@ def settle(plan: Plan, name: str, network: nn.Module) -> None:
 
 def batch_source(plan: Plan, student: Role) -> BatchSource:
     """This process's rows of the batches of the run, in the precision of the masters."""
-    conditioner: Any = student.network.conditioner
+    conditioner = plan.conditioner(student.network)
     dtype, recipe, ranks = plan.sampler.dtype, plan.recipe, plan.ranks
 
-    def condition(labels: Tensor) -> tuple[Any, Any]:
-        return conditioner.condition(labels), conditioner.null(len(labels), labels.device)
+    def condition(told: Tensor) -> tuple[Any, Any]:
+        return conditioner.condition(told), conditioner.null(len(told), told.device)
 
-    def encode(pixels: Tensor) -> Tensor:
-        return plan.codec.encode(pixels).to(dtype)
+    def encode(items: Tensor) -> Tensor:
+        return plan.codec.encode(items).to(dtype)
 
     if isinstance(plan.method, OdeInit):
         return trajectory_batches(plan, encode, condition)

@@ -7,6 +7,8 @@ from collections import Counter
 
 import torch
 
+from fewstep.data.api import Dataset
+from fewstep.data.latents import LatentFolder
 from fewstep.models.families import ModelSection
 from fewstep.prepare import Plan
 
@@ -21,8 +23,7 @@ def describe(plan: Plan) -> str:
     lines = [
         f"{recipe.name}: {recipe.method.name}, {recipe.iterations:,} iterations of {plan.method.num_batches} x "
         f"{recipe.data.batch} rows, on {plan.device} in {str(plan.precision).removeprefix('torch.')}{many(plan)}",
-        f"data: {len(plan.dataset):,} items in {len(plan.dataset.classes)} classes, "
-        f"{frames} frame(s) of {channels} x {height} x {width}",
+        f"data: {len(plan.dataset):,} items {told(plan.dataset)}, {frames} frame(s) of {channels} x {height} x {width}",
         "sampling: " + ", ".join(f"{sigma:.4g}" for sigma in plan.sampler.sigmas) + f" ({plan.sampler.solver})",
         "",
         f"{'role':<14}{'parameters':>14}{'memory':>12}  from",
@@ -54,6 +55,14 @@ def many(plan: Plan) -> str:
     return f", in each of {plan.ranks.world} processes (memory of one)" if plan.ranks.world > 1 else ""
 
 
+def told(dataset: Dataset) -> str:
+    """What the network is told of an item."""
+    if not isinstance(dataset, LatentFolder):
+        return f"in {len(dataset.classes)} classes"
+    length, width = dataset.text_shape
+    return f"with texts of {length} x {width}" + (" and a negative prompt" if dataset.negative is not None else "")
+
+
 def seen(model: ModelSection) -> str:
     """What a frame of a clip sees."""
     causal = model.causal
@@ -72,7 +81,8 @@ def bytes_per_parameter(plan: Plan, role: str) -> int:
 
 
 def activations_gib(plan: Plan) -> float:
-    """About what the largest network keeps of one micro-batch for its backward pass."""
+    """About what the largest network keeps of one micro-batch for its backward pass: all that is inside its blocks, or,
+    where that is computed again, what enters each and the inside of one."""
     mine = plan.recipe.data.batch // plan.ranks.world
     rows = min(plan.recipe.engine.micro_batch or mine, mine)
     frames, _, height, width = plan.shape
@@ -81,7 +91,9 @@ def activations_gib(plan: Plan) -> float:
         if role.model is not None and role.optimizer is not None:
             shape = role.model.architecture
             tokens = rows * frames * height * width // math.prod(shape.patch)
-            largest = max(largest, tokens * shape.layers * (_KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim))
+            block = _KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim
+            kept = shape.layers * shape.dim + block if plan.recipe.engine.recompute else shape.layers * block
+            largest = max(largest, tokens * kept)
     return largest * plan.precision.itemsize / 2**30
 
 

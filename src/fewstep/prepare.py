@@ -14,6 +14,7 @@ from torch import nn
 from fewstep.checkpoint.run_folder import Source, open_source
 from fewstep.config import Recipe, method_of
 from fewstep.data.api import Dataset
+from fewstep.data.latents import LatentFolder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.device import resolve_device
 from fewstep.engines.mesh import Ranks
@@ -21,7 +22,7 @@ from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
 from fewstep.models.api import Geometry
-from fewstep.models.codec import IdentityCodec, IdentitySection
+from fewstep.models.codec import Codec, CodecSection, build_codec
 from fewstep.models.discriminator import Discriminator
 from fewstep.models.families import ModelSection, build
 from fewstep.observe.sinks import missing_packages
@@ -59,7 +60,7 @@ class Plan:
     method: Method
     sampler: Sampler
     dataset: Dataset
-    codec: IdentityCodec
+    codec: Codec
     roles: dict[str, RolePlan]
     device: torch.device
     precision: torch.dtype
@@ -78,6 +79,14 @@ class Plan:
     def sources(self) -> dict[str, int | None]:
         """The iteration at which the run stands that a role is loaded from; a run that goes on would change it."""
         return {name: role.source.iteration for name, role in self.roles.items() if role.source is not None}
+
+    def conditioner(self, network: Any) -> Any:
+        """What turns what the data say of their items, labels or texts, into the network's cond and uncond
+        (``condition``, ``null``)."""
+        dataset = self.dataset
+        if not isinstance(dataset, LatentFolder):
+            return network.conditioner
+        return network.conditioner.of(None if dataset.negative is None else dataset.negative.to(self.device))
 
     def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
         """A network for every role, its weights not yet set; no random stream is touched."""
@@ -117,7 +126,7 @@ def prepare(recipe: Recipe) -> Plan:
     device, precision = resolve_device(recipe.engine, ranks)
     if recipe.engine.compile and device.type == "cpu":
         raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
-    dataset, codec = open_dataset(recipe.data), IdentityCodec(recipe.codec)
+    dataset, codec = open_dataset(recipe.data), build_codec(recipe.codec)
     known = method_of(recipe)
     roles = plan_roles(recipe, known.of(recipe.method, FewStep.of(recipe.sampling, dataset.shape)))
     student, sampling = roles["student"].model, recipe.sampling
@@ -204,7 +213,9 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
     except ValueError as error:
         yield f"{error}; write another data.size, or another model.patch"
     classes = getattr(model.conditioner, "classes", None)
-    if classes != len(plan.dataset.classes):
+    if isinstance(plan.dataset, LatentFolder):
+        yield from plan.dataset.misfits(classes, model.architecture.text_dim)
+    elif classes != len(plan.dataset.classes):
         yield (
             f"its network is conditioned on {classes or 'no'} classes ({model.conditioner.name}), the data set has "
             f"{len(plan.dataset.classes)}; take another network or other data"
@@ -244,7 +255,7 @@ def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:
             f"it was trained on samples of shape {list(source.latent_shape)}, the data have {list(plan.shape)}; take "
             "another network, or its own data (data.size, data.frames)"
         )
-    if source.codec and IdentityCodec(IdentitySection.model_validate(source.codec)).id != plan.codec.id:
+    if source.codec and build_codec(TypeAdapter(CodecSection).validate_python(source.codec)).id != plan.codec.id:
         yield (
             f"codec: {source.path} was trained on latents of {source.codec}, this recipe makes latents of "
             f"{plan.recipe.codec.model_dump()}; write the codec of that run"
@@ -258,9 +269,16 @@ def odd_numbers(plan: Plan) -> list[str]:
         errors.append(
             f"data.batch = {recipe.data.batch}: the data set has {len(plan.dataset)} items; write that or fewer"
         )
+    if isinstance(plan.dataset, LatentFolder):
+        errors += plan.dataset.lacks(recipe.method, recipe.sampling)
     teacher = plan.roles.get("teacher")
-    taught = (teacher.source.recipe or {}).get("method", {}) if teacher and teacher.source else {}
-    if getattr(recipe.method, "guidance_scale", 1.0) != 1.0 and taught.get("cond_dropout") == 0:
+    taught = (teacher.source.recipe or {}) if teacher and teacher.source else {}
+    from_nothing = taught.get("student", {}).get("init") == "random"  # weights from elsewhere may know it
+    if (
+        getattr(recipe.method, "guidance_scale", 1.0) != 1.0
+        and from_nothing
+        and taught["method"].get("cond_dropout") == 0
+    ):
         errors.append(
             f"method.guidance_scale = {recipe.method.guidance_scale}: the teacher was trained with cond_dropout 0 and "
             "never learnt the null condition that guidance compares with; write 1.0, or take another teacher"

@@ -159,7 +159,7 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer |
             sampling=plan.recipe.sampling,
             codec=plan.codec.section.model_dump(mode="json"),
             stage="student" if "teacher" in plan.method.roles else "teacher",
-            classes=plan.dataset.classes,
+            classes=plan.dataset.classes or None,
             latent_shape=plan.shape,
             sources=plan.sources,
             counters={name: int(optimizer.updates) for name, optimizer in engine.optimizers.items()},

@@ -83,11 +83,11 @@ def trajectory_batches(plan: Plan, encode: Any, condition: Any) -> TrajectoryBat
 def make(plan: Plan, method: OdeInit, teacher: Role, folder: TrajectoryFolder, shard: int) -> Trajectory:
     """The trajectories of one shard, in pieces of ``engine.micro_batch`` rows."""
     numbers = torch.tensor(folder.numbers(shard))
-    items = Chosen(plan.dataset, folder.manifest).items(numbers)
-    pixels, labels, key = (tensor.to(plan.device) for tensor in (items.pixels, items.label, numbers))
-    conditioner: Any = teacher.network.conditioner
-    cond, uncond = conditioner.condition(labels), conditioner.null(len(labels), labels.device)
-    batch = Batch(key, plan.codec.encode(pixels).to(plan.sampler.dtype), cond, uncond)
+    chosen = Chosen(plan.dataset, folder.manifest).items(numbers)
+    items, told, key = (tensor.to(plan.device) for tensor in (*chosen, numbers))
+    conditioner = plan.conditioner(teacher.network)
+    cond, uncond = conditioner.condition(told), conditioner.null(len(told), told.device)
+    batch = Batch(key, plan.codec.encode(items).to(plan.sampler.dtype), cond, uncond)
     draw, size = Draw(plan.recipe.seed, "trajectories", 0, key), plan.recipe.engine.micro_batch or len(key)
     pieces = [slice(start, start + size) for start in range(0, len(key), size)]
     return concat([method.ode(teacher, rows(batch, piece), draw.rows(piece)) for piece in pieces])

@@ -92,7 +92,7 @@ def origins(name: str) -> dict[str, str]:
 
 
 def in_order() -> list[str]:
-    """The shipped recipes, each after those that it starts from."""
+    """The shipped recipes of pixels, each after those that it starts from."""
     found: list[str] = []
 
     def add(name: str) -> None:
@@ -101,8 +101,9 @@ def in_order() -> list[str]:
         if name not in found:
             found.append(name)
 
-    for name in sorted(shipped_recipes()):
-        add(name)
+    for name, path in sorted(shipped_recipes().items()):
+        if load_recipe(path).data.name != "latents":
+            add(name)
     return found
 
 

@@ -18,7 +18,7 @@ from fewstep.checkpoint.model_card import model_card
 from fewstep.checkpoint.source import CONDITIONER, EXPORTED, WEIGHTS, Source, Which
 from fewstep.checkpoint.tensor_file import write_tensors
 from fewstep.errors import UserError
-from fewstep.models.codec import IdentityCodec, IdentitySection
+from fewstep.models.codec import CodecSection, build_codec
 from fewstep.models.families import ModelSection
 from fewstep.models.wan.state_dict_adapter import config_to_diffusers, to_diffusers
 
@@ -97,7 +97,7 @@ def _describe(source: Source, which: Which, dtype: DType) -> tuple[Exported, dic
             "iteration": source.iteration,
             "sampling": source.sampling,
             "codec": source.codec,
-            "codec_id": IdentityCodec(IdentitySection.model_validate(source.codec)).id,
+            "codec_id": build_codec(TypeAdapter(CodecSection).validate_python(source.codec)).id,
             "stage": source.stage,
             "classes": source.classes,
             "latent_shape": source.latent_shape,

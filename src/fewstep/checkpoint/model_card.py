@@ -68,10 +68,14 @@ def _head(name: str, exported: Exported) -> str:
 
 
 def _with_fewstep(exported: Exported) -> str:
-    label = " --label 0" if exported.classes is not None else ""
-    stream = "" if exported.block_frames is None else f"fewstep stream .{label} --frames 96\n"
+    if exported.classes is None:
+        return (
+            "## With fewstep\n\n```sh\nfewstep sample . --embeddings texts.safetensors --seed 0\n```\n\nruns the "
+            "network as it was trained, on the embeddings of texts in that file: `text` [n l d]. It writes latents."
+        )
+    stream = "" if exported.block_frames is None else "fewstep stream . --label 0 --frames 96\n"
     return (
-        f"## With fewstep\n\n```sh\nfewstep sample .{label} --seed 0\n{stream}```\n\nruns the network as it was "
+        f"## With fewstep\n\n```sh\nfewstep sample . --label 0 --seed 0\n{stream}```\n\nruns the network as it was "
         "trained; nothing else needs to be said."
     )
 
@@ -95,11 +99,11 @@ def _with_diffusers(exported: Exported, by_itself: bool) -> str:
         *_conditioning(by_label, guided),
         *_loop(exported, guided, by_itself),
     ]
+    code.append('mean, std = (torch.tensor(trained["codec"][name]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))')
     if exported.codec["name"] == "identity":
-        code += [
-            'mean, std = (torch.tensor(trained["codec"][name]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))',
-            "pixels = (x_t * std + mean).clamp(-1, 1)  # batch, channel, frame, row, column, in [-1, 1]",
-        ]
+        code.append("pixels = (x_t * std + mean).clamp(-1, 1)  # batch, channel, frame, row, column, in [-1, 1]")
+    else:
+        code.append("latents = x_t * std + mean  # batch, channel, frame, row, column, as the VAE takes them")
     return "## With diffusers\n\n```python\n" + "\n".join(code) + "\n```\n\n" + _about_scheduler(exported, by_itself)
 
 

@@ -1,4 +1,4 @@
-"""``fewstep demo``: a teacher and its few-step student, trained, measured and shown on this machine."""
+"""``fewstep demo``: a teacher is distilled into a few-step student, measured and shown on this machine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ from typing import Annotated, Any
 import typer
 
 from fewstep.cli.console import STOPPED, say, show
-from fewstep.cli.shipped import find_recipe
+from fewstep.cli.shipped import find_recipe, recipes_folder
 
+TEACHER = "wan_nano/teacher"
+"""The teacher that comes with fewstep: an export of what recipe ``wan_nano/sft`` makes."""
 TEACHER_STEPS = (20, 4, 2, 1)
 NUM_SAMPLES = 1000
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Folder of the two runs and the pictures.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the runs and the pictures.")] = Path("runs/demo"),
+    train_teacher: Annotated[
+        bool,
+        typer.Option("--train-teacher", help="Train the teacher too, minutes more; else take the shipped one."),
+    ] = False,
 ) -> None:
-    """Train a teacher on real images, distil it into a 4-step student, and compare the two: minutes on two CPU cores.
+    """Distil a teacher of real images into a 4-step student, and compare the two: two minutes on two CPU cores.
 
     Ends with a table, a picture of both on the same noise, and a report. An interrupted demo goes on where it stopped.
     """
-    teacher, student = out / "teacher", out / "student"
-    say("1/3  The teacher: flow matching on Fashion-MNIST (recipe wan_nano/sft).", style="bold")
-    train("wan_nano/sft", teacher, [])
+    teacher, student = recipes_folder() / TEACHER, out / "student"
+    if train_teacher:
+        teacher = out / "teacher"
+        say("1/3  The teacher: flow matching on Fashion-MNIST (recipe wan_nano/sft).", style="bold")
+        train("wan_nano/sft", teacher, [])
+    else:
+        say("1/3  The teacher comes with fewstep: flow matching on Fashion-MNIST (recipe wan_nano/sft).", style="bold")
+        say(f"     {teacher}; --train-teacher makes it here.")
     say("2/3  The student: DMD2, 4 steps (recipe wan_nano/dmd2).", style="bold")
     train("wan_nano/dmd2", student, [f"teacher.init={teacher}"])
     say(f"3/3  Both against data that no training saw: {NUM_SAMPLES:,} samples each, the same noise.", style="bold")
@@ -51,7 +62,7 @@ def train(name: str, place: Path, overrides: list[str]) -> None:
         raise typer.Exit(STOPPED)
 
 
-def compare(teacher_run: Path, student_run: Path, num_samples: int = NUM_SAMPLES) -> Path:
+def compare(teacher_place: Path, student_run: Path, num_samples: int = NUM_SAMPLES) -> Path:
     """Prints the table; writes it, the picture and the report into the student's run. Returns the picture's path."""
     from fewstep.checkpoint.run_folder import RunFolder
     from fewstep.cli.judging import measure, open_judge
@@ -60,7 +71,7 @@ def compare(teacher_run: Path, student_run: Path, num_samples: int = NUM_SAMPLES
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
     from fewstep.observe.report import write_report
 
-    teacher, student, run = load_model(teacher_run), load_model(student_run), RunFolder(student_run)
+    teacher, student, run = load_model(teacher_place), load_model(student_run), RunFolder(student_run)
     judge, real = open_judge(student, None)
     models = [(teacher, steps) for steps in TEACHER_STEPS] + [(student, None)]
     settings: dict[str, Any] = {"num_samples": num_samples, "seeds": (0,), "batch": 100}

@@ -13,7 +13,7 @@ from fewstep.checkpoint.source import Source, open_source
 from fewstep.engines.device import PRECISIONS
 from fewstep.engines.roles import Role
 from fewstep.errors import UserError
-from fewstep.models.codec import IdentityCodec, IdentitySection
+from fewstep.models.codec import Codec, CodecSection, build_codec
 from fewstep.models.families import ModelSection, build
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.sampler import Sampler, sampler_of
@@ -23,7 +23,7 @@ from fewstep.rollout.sampler import Sampler, sampler_of
 class LoadedModel:
     """The student of a run, a checkpoint or an export with its weights, as a role that computes as in training.
 
-    sampling: the sampler that it was trained for.
+    sampling: the sampler that it was trained for. classes: empty where texts take their place.
     """
 
     source: Source
@@ -31,7 +31,7 @@ class LoadedModel:
     role: Role
     conditioner: Any
     sampling: SamplingSection
-    codec: IdentityCodec
+    codec: Codec
     classes: tuple[str, ...]
     shape: tuple[int, int, int, int]
     device: torch.device
@@ -41,6 +41,11 @@ class LoadedModel:
         """Of the run or the export, for a checkpoint with its iteration."""
         path = self.source.path.resolve()
         return f"{path.parents[1].name}-{path.name}" if self.source.kind == "checkpoint" else path.name
+
+    @property
+    def by_text(self) -> bool:
+        """Whether embeddings of texts say what is made, and latents are what comes out."""
+        return self.source.model["conditioner"]["name"] == "embedding"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,10 +58,11 @@ class LoadedModel:
         return sampler_of(sampling, shape, self.role.causal, self.dtype)
 
 
-def load_model(path: Path, *, raw: bool = False, device: str = "auto") -> LoadedModel:
+def load_model(path: Path, *, raw: bool = False, device: str = "auto", texts: bool = False) -> LoadedModel:
     """Opens what the user named and loads its weights: the average (EMA) unless ``raw``.
 
-    Raises UserError where it does not say how it is sampled, or is not told by class labels what to sample.
+    Raises UserError where it does not say how it is sampled, or, unless ``texts``, is not told by class labels what to
+    sample.
     """
     source = open_source(path)
     if source.sampling is None or source.codec is None or source.latent_shape is None:
@@ -64,8 +70,11 @@ def load_model(path: Path, *, raw: bool = False, device: str = "auto") -> Loaded
             f"{path} is a plain diffusers folder, which does not say how it is sampled; name a run, a checkpoint or an "
             "export (a folder with fewstep.json)"
         )
-    if source.classes is None or source.model["conditioner"]["name"] != "class_label":
-        raise UserError(f"{path} is conditioned on embeddings; this command samples models of class labels")
+    if not texts and (source.classes is None or source.model["conditioner"]["name"] != "class_label"):
+        raise UserError(
+            f"{path} is told by embeddings of texts what to make, and makes latents; this command is for models of "
+            f"class labels, and `fewstep sample {path}` writes the latents to a file"
+        )
     which = source.chosen("raw" if raw else "ema")
     place, precision = choose_device(device, source)
     network = build(TypeAdapter(ModelSection).validate_python(source.model))
@@ -77,8 +86,8 @@ def load_model(path: Path, *, raw: bool = False, device: str = "auto") -> Loaded
         Role("student", network, precision),
         network.conditioner,
         SamplingSection.model_validate(source.sampling),
-        IdentityCodec(IdentitySection.model_validate(source.codec)),
-        source.classes,
+        build_codec(TypeAdapter(CodecSection).validate_python(source.codec)),
+        source.classes or (),
         source.latent_shape,
         place,
     )

@@ -48,6 +48,14 @@ def sample(
             "--frames", min=1, help="Other than the trained number of frames; causal models only.", show_default=False
         ),
     ] = None,
+    embeddings: Annotated[
+        Path | None,
+        typer.Option(
+            "--embeddings",
+            help="Models of texts: a safetensors file of their embeddings; those of the data if left out.",
+            show_default=False,
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option("--recipe", help="Recipe that names the data whose clips are continued, for an export."),
@@ -61,13 +69,15 @@ def sample(
 
     No option is needed: noise levels, solver and guidance travel with the weights, and a setting that departs from them
     warns. One seed gives the same samples, whatever the batch, and the same noise for every model of the same shape.
+    Models that are told by texts write latents, as their VAE takes them, to a safetensors file.
     """
     from fewstep.cli.judging import given_frames
+    from fewstep.cli.latents import write_latents
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import changes, choose_labels, places, write_pictures
     from fewstep.evaluate.sample import departures, generate
 
-    loaded = load_model(model, raw=raw, device=device)
+    loaded = load_model(model, raw=raw, device=device, texts=True)
     if raw and loaded.source.holds == ("raw",):
         warnings.warn(f"--raw has no effect: {model} holds one set of weights", stacklevel=2)
     sampling = loaded.sampling.with_steps(steps) if steps else loaded.sampling
@@ -81,21 +91,29 @@ def sample(
         raise UserError(
             f"--frames {frames}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave the option out"
         )
-    chosen = choose_labels(label or [], loaded.classes, num)
     sampler = loaded.sampler(sampling, frames)
+    changed: dict[str, Any] = {
+        "raw": raw and loaded.source.holds != ("raw",),
+        "guidance": sampling.guidance_scale if sampling.guidance_scale != loaded.sampling.guidance_scale else None,
+        "num": num,
+    }
+    stem, longer = f"{loaded.name}-steps{len(sampler.sigmas)}-seed{seed}", [f"frames{frames}"] if frames else []
+    if loaded.by_text:
+        if label or single_files:
+            raise UserError(f"--label, --single-files: {model} makes latents of texts; leave both out")
+        texts: dict[str, Any] = {"num": num, "file": embeddings, "recipe": recipe, "seed": seed, "batch": batch}
+        write_latents(loaded, sampler, sampling, out, "-".join([stem, *changes([], **changed), *longer]), **texts)
+        return
+    if embeddings is not None:
+        raise UserError(f"--embeddings {embeddings}: {model} is told by classes; leave the option out, or use --label")
+    chosen = choose_labels(label or [], loaded.classes, num)
+    named = [loaded.classes[index] for index in dict.fromkeys(chosen.tolist())] if label else []
     given = given_frames(loaded, chosen.tolist(), recipe) if sampling.given_frames else None
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": given}
     made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
     pixels = loaded.codec.decode(made.x0)
-    stem = f"{loaded.name}-steps{len(sampler.sigmas)}-seed{seed}"
-    changed = changes(
-        [loaded.classes[index] for index in dict.fromkeys(chosen.tolist())] if label else [],
-        raw=raw and loaded.source.holds != ("raw",),
-        guidance=sampling.guidance_scale if sampling.guidance_scale != loaded.sampling.guidance_scale else None,
-        num=num,
-    )
-    changed += [f"frames{frames}"] if frames is not None else []
-    grids, folder = places(out, "-".join([stem, *changed]), clips=pixels.shape[1] > 1)
+    place = "-".join([stem, *changes(named, **changed), *longer])
+    grids, folder = places(out, place, clips=pixels.shape[1] > 1)
     paths = write_pictures(pixels, chosen, loaded.classes, grids, folder if single_files else None)
     solver = f"{len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}"
     speed = 1000 * sum(made.batch_s) / len(chosen)

@@ -18,7 +18,7 @@ from fewstep.engines.roles import CriticSection, DiscriminatorRoleSection, Froze
 from fewstep.errors import UserError
 from fewstep.evaluate.validation import ValidationSection
 from fewstep.methods import METHODS
-from fewstep.models.codec import IdentitySection
+from fewstep.models.codec import CodecSection, IdentitySection
 from fewstep.observe.sinks import ObserveSection
 from fewstep.optim.ema import EMASection
 from fewstep.rollout.few_step import SamplingSection
@@ -57,8 +57,8 @@ class Recipe(Section):
     """The head of the adversarial term; where the method has that term."""
     data: DataSection
     """What is trained on."""
-    codec: IdentitySection = IdentitySection()
-    """From pixels to latents and back."""
+    codec: CodecSection = IdentitySection()
+    """From what the data hold to latents and back."""
     sampling: SamplingSection
     """How the trained network is sampled; travels with its weights."""
     ema: EMASection = EMASection()

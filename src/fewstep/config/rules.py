@@ -22,6 +22,7 @@ def broken_rules(recipe: Any, method_class: Any) -> list[Problem]:
         *_warm_up(recipe, method),
         *_given(recipe),
         *_streams(recipe, method),
+        *_latents(recipe),
     ]
 
 
@@ -129,4 +130,21 @@ def _streams(recipe: Any, method: Any) -> Iterator[Problem]:
             "a discriminator would tell these clean frames, which the student made, from those of the data; write 0, "
             "or leave method.gan out",
             (("method", "gan"),),
+        )
+
+
+def _latents(recipe: Any) -> Iterator[Problem]:
+    """Latents are normalised as such; and there are no pictures of them to look at."""
+    are = recipe.data.name == "latents"
+    if are != (recipe.codec.name == "latents"):
+        wanted = "latents, with mean and std of every channel of the VAE" if are else "identity"
+        yield Problem(
+            ("codec", "name"), f"the data are {recipe.data.name}; write codec.name: {wanted}", (("data", "name"),)
+        )
+    if are and recipe.validation is not None:
+        yield Problem(
+            ("validation",),
+            "the data are latents, and only pictures can be judged; write validation: null, and look at what `fewstep "
+            "sample` makes with the VAE",
+            (("data", "name"),),
         )

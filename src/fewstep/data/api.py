@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from pydantic import Field
 from torch import Tensor
 
 from fewstep.section import Section
+from fewstep.shapes import Latents
 
 Pixels = UInt8[Tensor, "b f c h w"]
 """Brightness of every pixel, 0 black to 255 white. An image has f = 1."""
@@ -37,6 +38,22 @@ class Items:
     pixels: Pixels
     label: Labels
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """What the codec encodes, then what the network is told."""
+        return iter((self.pixels, self.label))
+
+
+@dataclass(frozen=True)
+class LatentItems:
+    """Rows of a data set that was encoded before: ``latents`` as the VAE gives them, and embeddings of the texts."""
+
+    latents: Latents
+    text: Float[Tensor, "b l d"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """What the codec normalises, then what the network is told."""
+        return iter((self.latents, self.text))
+
 
 @runtime_checkable
 class Dataset(Protocol):
@@ -44,7 +61,7 @@ class Dataset(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes; a label is an index into them."""
+        """The names of the classes; a label is an index into them. Empty where texts take the place of classes."""
         ...
 
     @property

@@ -27,8 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fewstep import rng
-from fewstep.data.api import Dataset, Items, Labels, Pixels
+from fewstep.data.api import Dataset
 from fewstep.data.batches import BatchSource
+from fewstep.data.latents import LatentFolder
 from fewstep.data.order import BatchOrder
 from fewstep.errors import UserError, UserErrors
 from fewstep.records import Batch, Trajectory
@@ -56,7 +57,7 @@ class Manifest(Section):
     data: str
     """Which data set, how many items."""
     data_digest: str
-    """Of pixels and labels."""
+    """Of pixels and labels, or of latents and texts."""
     codec: str
     """Names the codec that made the latents."""
     shape: tuple[int, int, int, int]
@@ -212,8 +213,8 @@ class TrajectoryBatches(BatchSource):
         folder: TrajectoryFolder,
         dataset: Dataset,
         order: BatchOrder,
-        encode: Callable[[Pixels], Latents],
-        condition: Callable[[Labels], tuple[Any, Any]],
+        encode: Callable[[Tensor], Latents],
+        condition: Callable[[Tensor], tuple[Any, Any]],
         device: torch.device | str,
     ):
         super().__init__(Chosen(dataset, folder.manifest), order, encode, condition, device)
@@ -248,17 +249,19 @@ class Chosen:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def items(self, ids: Sequence[int] | Tensor) -> Items:
-        """The items of the trajectories ``ids``."""
+    def items(self, ids: Sequence[int] | Tensor) -> Any:
+        """The items of the trajectories ``ids``, of the kind that the data set gives."""
         return self.dataset.items(self._ids[torch.as_tensor(ids)])
 
 
 def data_digest(dataset: Dataset) -> str:
-    """Of the items' number, shape and classes, and of all pixels and labels."""
+    """Of the items' number, shape and classes, and of all pixels and labels; a data set too large for that has a digest
+    of its own."""
+    if isinstance(dataset, LatentFolder):
+        return dataset.digest()
     digest = hashlib.sha256(repr((len(dataset), dataset.shape, dataset.classes)).encode())
     for ids in torch.arange(len(dataset)).split(1024):
-        items = dataset.items(ids)
-        for tensor in (items.pixels, items.label):
+        for tensor in dataset.items(ids):
             digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 

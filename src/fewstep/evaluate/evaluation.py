@@ -19,7 +19,7 @@ from fewstep.evaluate.drift import Drift
 from fewstep.evaluate.judge import HEADINGS, Judge, Quality, filled, mean, spread
 from fewstep.evaluate.sample import LabelConditioner, Sampler, Samples, balanced_labels, generate
 from fewstep.models.api import FlowModel
-from fewstep.models.codec import IdentityCodec
+from fewstep.models.codec import Codec
 from fewstep.shapes import Latents
 
 
@@ -84,7 +84,7 @@ def evaluate(
     model: FlowModel,
     sampler: Sampler,
     conditioner: LabelConditioner,
-    codec: IdentityCodec,
+    codec: Codec,
     judge: Judge,
     *,
     num_samples: int,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from fewstep.evaluate.counted import Counted
@@ -23,9 +23,9 @@ from fewstep.shapes import Latents
 
 @runtime_checkable
 class LabelConditioner(Protocol):
-    """Makes a family's conditioning of class labels, and of "none"."""
+    """Makes a family's conditioning of class labels, or of texts that stand in their place, and of "none"."""
 
-    def condition(self, label: Int64[Tensor, "b"]) -> Any: ...
+    def condition(self, label: Any) -> Any: ...
 
     def null(self, num: int, device: torch.device | str = "cpu") -> Any: ...
 
@@ -64,7 +64,7 @@ def generate(
     model: FlowModel,
     sampler: Sampler,
     conditioner: LabelConditioner,
-    labels: Int64[Tensor, "n"],
+    labels: Int64[Tensor, "n"] | Float[Tensor, "n l d"],
     seed: int,
     *,
     batch: int = 100,
@@ -73,7 +73,7 @@ def generate(
     given: Latents | None = None,
     device: torch.device | str = "cpu",
 ) -> Samples:
-    """One sample for each label, ``batch`` at a time.
+    """One sample for each label, or for each text, ``batch`` at a time.
 
     The noise of sample i is a function of (seed, first_key + i): not of the batch size, nor of what else is sampled.
     Two models sampled with one seed start from the same noise. ``stop`` is an index into the sampler's sigmas: the

@@ -17,7 +17,7 @@ from fewstep.evaluate.picture import class_rows, save_film, save_grid
 from fewstep.evaluate.sample import LabelConditioner, balanced_labels, generate
 from fewstep.models.api import FlowModel
 from fewstep.models.blocks import CausalSection
-from fewstep.models.codec import IdentityCodec
+from fewstep.models.codec import Codec
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.sampler import sampler_of
 from fewstep.section import Section
@@ -65,7 +65,7 @@ class Validator:
         section: ValidationSection,
         sampling: SamplingSection,
         conditioner: LabelConditioner,
-        codec: IdentityCodec,
+        codec: Codec,
         train: LabelledClips,
         test: LabelledClips,
         *,

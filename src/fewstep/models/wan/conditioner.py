@@ -82,6 +82,10 @@ class EmbeddingConditioner(nn.Module):
         super().__init__()
         self.text_dim = text_dim
 
+    def of(self, negative: Float[Tensor, "l d"] | None) -> Texts:
+        """What makes its conds, where ``negative`` stands for "none"."""
+        return Texts(negative)
+
     def forward(self, cond: Any) -> ContextTokens:
         """The tokens of an ``EmbeddingCond``. Raises TypeError for another cond, ValueError for another width."""
         _expect(cond, EmbeddingCond, "embedding")
@@ -90,6 +94,24 @@ class EmbeddingConditioner(nn.Module):
                 f"embeddings of width {cond.tokens.shape[-1]} do not fit a model with text_dim {self.text_dim}"
             )
         return cond.tokens
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Makes conds of embeddings, as a ``ClassLabelConditioner`` does of labels; the embedding of a negative prompt
+    stands for "none"."""
+
+    negative: Float[Tensor, "l d"] | None
+
+    def condition(self, text: Float[Tensor, "b l d"]) -> EmbeddingCond:
+        """The cond of embeddings."""
+        return EmbeddingCond(text)
+
+    def null(self, num: int, device: torch.device | str = "cpu") -> EmbeddingCond | None:
+        """The uncond of ``num`` samples, all the same memory; None where there is no negative prompt."""
+        if self.negative is None:
+            return None
+        return EmbeddingCond(self.negative.to(device).expand(num, -1, -1))
 
 
 def build_conditioner(section: ConditionerSection, text_dim: int) -> ClassLabelConditioner | EmbeddingConditioner:
