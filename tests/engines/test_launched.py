@@ -16,7 +16,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
 from tests.engines.test_ranks import started
-from tests.recipes.tiny_runs import World, tensors
+from tests.recipes.tiny_runs import World, tensors, values
 
 SFT, DMD2 = "wan_nano/sft", "wan_nano/dmd2"
 EXACT = ("data.batch=4", "engine.precision=float64", "checkpoint.every=1000")
@@ -29,11 +29,12 @@ def world(tmp_path: Path) -> World:
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_stop_asked_of_rank_1_stops_both_and_one_process_goes_on(world: World):
-    """PITFALLS, hangs: the ranks stop at the same iteration, save, and end; weights of the whole run to 1e-9."""
+    """PITFALLS, hangs: the ranks stop at the same iteration, save, and end; weights of the whole run to 1e-9, and the
+    samples of validations, which all ranks made and the first one judged."""
     run, last = world.run("two"), 1_000_000
-    more = (*EXACT, "validation=null", "name=two", "student.schedule={}")
+    more = (*EXACT, "validation.every=2", "name=two", "student.schedule={}")
     ranks = started("fewstep", ["train", SFT, *world.overrides(SFT, last), *more, "--run", str(run.path)])
-    wait_for(run.metrics, ranks)
+    wait_for("validation", run.metrics, ranks)
     ranks[1].send_signal(signal.SIGTERM)
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [130, 130], said
@@ -44,18 +45,23 @@ def test_a_stop_asked_of_rank_1_stops_both_and_one_process_goes_on(world: World)
     done = load_checkpoint(newest).iteration
     assert max(row.iteration for row in read_rows(run.metrics)) == done
     world.train(SFT, *more, iterations=done + 1, into="two", resume=True)
-    world.train(SFT, *more, iterations=done + 1, into="whole")
-    found, expected = tensors(run, done + 1), tensors(world.run("whole"), done + 1)
+    whole = world.train(SFT, *more, iterations=done + 1, into="whole")
+    found, expected = tensors(run, done + 1), tensors(whole, done + 1)
     for group in ("student", "ema"):
         for name, tensor in expected[group].items():
             torch.testing.assert_close(found[group][name], tensor, rtol=1e-9, atol=1e-9)
+    judged = [{key: row for key, row in values(each).items() if key[0] == "validation"} for each in (run, whole)]
+    assert judged[0].keys() == judged[1].keys()
+    assert ("validation", 2) in judged[0]
+    for key, row in judged[1].items():
+        assert judged[0][key] == {name: pytest.approx(value, rel=1e-4) for name, value in row.items()}
 
 
-def wait_for(file: Path, ranks: list[subprocess.Popen[str]]) -> None:
-    """Until a first row of metrics is there."""
+def wait_for(word: str, file: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    """Until the file of metrics holds the word."""
     until = time.monotonic() + 90
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < until, "no row of metrics"
+    while not file.exists() or word not in file.read_text():
+        assert time.monotonic() < until, f"no row with '{word}'"
         assert all(rank.poll() is None for rank in ranks), [rank.communicate()[0] for rank in ranks]
         time.sleep(0.1)
 
