@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -46,7 +46,7 @@ class Ranks:
 
         Raises UserError where only a part is said, or what is no number.
         """
-        if "WORLD_SIZE" not in os.environ:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
         try:
             rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -131,7 +131,8 @@ class Mesh:
         which, and why it went."""
         me = self.ranks
         if not _is_lost_partner(error):
-            self._store.set(f"failed/{me.rank}", f"{me} failed: {type(error).__name__}: {error}")
+            with suppress(dist.DistError):  # nobody is left to be told
+                self._store.set(f"failed/{me.rank}", f"{me} failed: {type(error).__name__}: {error}")
             return error
         try:
             self._store.set(f"waiting/{me.rank}", "")
