@@ -70,7 +70,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
     workers = started("tests.engines.rank_worker", [str(folder), *METHODS, "copies", "toggled", "raises"])
-    said = [worker.communicate(timeout=300)[0] for worker in workers]
+    try:
+        said = [worker.communicate(timeout=300)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     return Ended(folder, [worker.returncode for worker in workers], said)
 
 
