@@ -1,5 +1,5 @@
-"""What each rank of ``test_ranks.py`` runs: ``python -m tests.engines.rank_worker FOLDER JOB ...``, started as torchrun
-starts it."""
+"""What each rank of ``test_ranks.py`` runs: ``python -m tests.engines.rank_worker DEVICE FOLDER JOB ...``, started as
+torchrun starts it."""
 
 from __future__ import annotations
 
@@ -61,16 +61,15 @@ METHODS: dict[str, Callable[[], Method]] = {
 """Methods at tiny size, by name."""
 
 
-def made(name: str, mesh: Mesh | None = None) -> ProcessEngine:
+def made(name: str, mesh: Mesh | None = None, device: torch.device = CPU) -> ProcessEngine:
     """Micro-batches of one row on ranks, whole batches in one process."""
-    return engine(
-        METHODS[name](), dtype=DOUBLE, batch=BATCH, mesh=mesh, micro_batch=1 if mesh and name == "sft" else None
-    )
+    micro_batch = 1 if mesh and name == "sft" else None
+    return engine(METHODS[name](), dtype=DOUBLE, batch=BATCH, mesh=mesh, micro_batch=micro_batch, device=device)
 
 
-def run(job: str, folder: Path, mesh: Mesh) -> None:
+def run(job: str, folder: Path, mesh: Mesh, device: torch.device) -> None:
     """Trains from the start, or from what one process left in ``folder``; leaves a checkpoint and what it saw."""
-    running = made(job, mesh)
+    running = made(job, mesh, device)
     before = {name: copies(role) for name, role in running.roles.items()}
     first = 0
     if (folder / "begun").is_dir():
@@ -140,21 +139,23 @@ def toggled(folder: Path, mesh: Mesh) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, jobs = Path(sys.argv[1]), sys.argv[2:]
-    with join(Ranks.launched(), CPU, timeout_s=TIMEOUT_S) as mesh:
+    ranks, device, folder, jobs = Ranks.launched(), torch.device(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    if device.type == "cuda":
+        device = torch.device("cuda", ranks.local)
+    with join(ranks, device, timeout_s=TIMEOUT_S) as mesh:
         assert mesh is not None
         for job in jobs:
             if job == "toggled":
                 toggled(folder / job, mesh)
             elif job == "copies":
                 axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-                run("sft", folder / job, Mesh(mesh.ranks, axes, mesh._store))
+                run("sft", folder / job, Mesh(mesh.ranks, axes, mesh._store), device)
             elif job == "raises":
                 if mesh.ranks.rank == 1:
                     raise ValueError("no more rows")
                 mesh.any(False)
             else:
-                run(job, folder / job, mesh)
+                run(job, folder / job, mesh, device)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from tests.engines.rank_worker import ITERATIONS, KEEP, METHODS, made
 from tests.engines.worlds import copied
 
 ROOT = Path(__file__).parents[2]
-GROUPS = {"sft": {"student"}, "dmd2_fresh_gan": {"student", "critic", "discriminator"}}
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
@@ -69,7 +68,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    workers = started("tests.engines.rank_worker", [str(folder), *METHODS, "copies", "toggled", "raises"])
+    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *METHODS, "copies", "toggled", "raises"])
     try:
         said = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
@@ -168,3 +167,17 @@ def test_a_rank_that_fails_ends_the_other_which_names_it(ended):
     assert "RankError: rank 0 of 2 on" in last
     assert "stops: rank 1 of 2 on" in last
     assert "failed: ValueError: no more rows" in last
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one_process(tmp_path: Path):
+    """NCCL in place of gloo; one process on the CPU."""
+    workers = started("tests.engines.rank_worker", ["cuda", str(tmp_path), *METHODS])
+    said = [worker.communicate(timeout=300)[0] for worker in workers]
+    assert not any(worker.returncode for worker in workers), said
+    for method in METHODS:
+        one = made(method)
+        for iteration in range(ITERATIONS):
+            one.run(iteration)
+        assert_close(Ended(tmp_path, [0, 0], said).state(method), copied(one.state()))

@@ -140,6 +140,7 @@ def engine(
     ema: EMASection | None = None,
     seed: int = 3,
     mesh: Mesh | None = None,
+    device: torch.device = CPU,
 ) -> ProcessEngine:
     """A new engine; every one of the same arguments is equal to the last bit."""
     at = mesh.ranks if mesh else Ranks()
@@ -148,7 +149,7 @@ def engine(
     masters = torch.promote_types(dtype, torch.float32)
     roles: dict[str, Role] = {}
     for name, net in (made or networks(method)).items():
-        placed = net.to(masters) if name in method.trained else freeze(net, CPU, dtype)
+        placed = net.to(device, masters) if name in method.trained else freeze(net, device, dtype)
         if mesh:
             shard(placed, mesh)
         roles[name] = ShardedRole(name, placed, dtype, mesh) if mesh else Role(name, placed, dtype)
@@ -163,8 +164,8 @@ def engine(
         data,
         BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method), rank=at.rank, world=at.world),
         lambda pixels: codec.encode(pixels).to(masters),
-        lambda labels: (conditioner.condition(labels), conditioner.null(len(labels))),
-        CPU,
+        lambda labels: (conditioner.condition(labels), conditioner.null(len(labels), labels.device)),
+        device,
     )
     average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
     if "ema" in method.roles:
