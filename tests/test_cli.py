@@ -88,6 +88,16 @@ def test_the_commands_that_the_readme_of_a_newcomer_needs_are_there():
     }  # fmt: skip
 
 
+def test_waiting_threads_give_the_cores_back_unless_the_user_says_otherwise():
+    code = "import os; from fewstep.cli import main\ntry: main()\nfinally: print(os.environ['GOMP_SPINCOUNT'])"
+    for given, expected in (({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        others = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        environment = others | {"PYTHONPATH": str(ROOT / "src")} | given
+        words = [sys.executable, "-c", code, "--version"]
+        ran = subprocess.run(words, env=environment, check=True, text=True, capture_output=True)
+        assert ran.stdout.split()[-1] == expected
+
+
 def test_help_imports_neither_torch_nor_pydantic():
     """So that it answers at once."""
     code = "import sys, fewstep.cli; print([name for name in ('torch', 'pydantic', 'numpy') if name in sys.modules])"

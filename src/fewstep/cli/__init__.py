@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -72,4 +73,7 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """The program ``fewstep``."""
+    # Threads that wait for each other give a core back within microseconds, before torch is loaded and reads it. As it
+    # is, they hold it for milliseconds, and training on a CPU that does something else too takes several times longer.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     app()
