@@ -22,7 +22,7 @@ def describe(plan: Plan) -> str:
     frames, channels, height, width = plan.shape
     lines = [
         f"{recipe.name}: {recipe.method.name}, {recipe.iterations:,} iterations of {plan.method.num_batches} x "
-        f"{recipe.data.batch} rows, on {plan.device} in {str(plan.precision).removeprefix('torch.')}",
+        f"{recipe.data.batch} rows, on {plan.device} in {str(plan.precision).removeprefix('torch.')}{many(plan)}",
         f"data: {len(plan.dataset):,} items {told(plan.dataset)}, {frames} frame(s) of {channels} x {height} x {width}",
         "sampling: " + ", ".join(f"{sigma:.4g}" for sigma in plan.sampler.sigmas) + f" ({plan.sampler.solver})",
         "",
@@ -33,7 +33,7 @@ def describe(plan: Plan) -> str:
     total = 0.0
     for name, role in plan.roles.items():
         count = sum(parameter.numel() for parameter in networks[name].parameters())
-        gib = count * bytes_per_parameter(plan, name) / 2**30
+        gib = count * bytes_per_parameter(plan, name) / 2**30 * recipe.engine.replicas / plan.ranks.world
         total += gib
         origin = f"{role.source.path} ({role.source.chosen(role.weights)})" if role.source else "random weights"
         lines.append(f"{name:<14}{count:>14,}{gib:>8.3f} GiB  {origin}{'' if role.optimizer else ', frozen'}")
@@ -48,6 +48,11 @@ def describe(plan: Plan) -> str:
         "phases of the last iteration: " + phases(plan),
     ]
     return "\n".join(lines)
+
+
+def many(plan: Plan) -> str:
+    """That there are several processes, of which one is described."""
+    return f", in each of {plan.ranks.world} processes (memory of one)" if plan.ranks.world > 1 else ""
 
 
 def told(dataset: Dataset) -> str:
@@ -78,7 +83,8 @@ def bytes_per_parameter(plan: Plan, role: str) -> int:
 def activations_gib(plan: Plan) -> float:
     """About what the largest network keeps of one micro-batch for its backward pass: all that is inside its blocks, or,
     where that is computed again, what enters each and the inside of one."""
-    rows = min(plan.recipe.engine.micro_batch or plan.recipe.data.batch, plan.recipe.data.batch)
+    mine = plan.recipe.data.batch // plan.ranks.world
+    rows = min(plan.recipe.engine.micro_batch or mine, mine)
     frames, _, height, width = plan.shape
     largest = 0
     for role in plan.roles.values():
@@ -102,7 +108,8 @@ def carried_gib(plan: Plan) -> float:
     kept = longest if recent is None else min(longest, model.causal.sink + recent)
     shape = model.architecture
     values = 2 * shape.layers * shape.dim * kept * (height * width // math.prod(shape.patch))
-    return 2 * plan.method.num_batches * plan.recipe.data.batch * values * plan.precision.itemsize / 2**30
+    rows = plan.recipe.data.batch // plan.ranks.world
+    return 2 * plan.method.num_batches * rows * values * plan.precision.itemsize / 2**30
 
 
 def phases(plan: Plan) -> str:

@@ -16,6 +16,8 @@ from fewstep.config import Recipe, method_of
 from fewstep.data.api import Dataset
 from fewstep.data.latents import LatentFolder
 from fewstep.data.sources import open_dataset
+from fewstep.engines.device import resolve_device
+from fewstep.engines.mesh import Ranks
 from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
@@ -31,7 +33,7 @@ from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.sampler import Sampler, sampler_of
 
 Shape = tuple[int, int, int, int]
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+ONE = Ranks()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Plan:
     roles: dict[str, RolePlan]
     device: torch.device
     precision: torch.dtype
+    ranks: Ranks = ONE
 
     @property
     def shape(self) -> Shape:
@@ -119,7 +122,8 @@ def prepare(recipe: Recipe) -> Plan:
 
     Raises UserError, or UserErrors with everything that is wrong at once.
     """
-    device, precision = resolve_device(recipe)
+    ranks = Ranks.launched()
+    device, precision = resolve_device(recipe.engine, ranks)
     if recipe.engine.compile and device.type == "cpu":
         raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
     dataset, codec = open_dataset(recipe.data), build_codec(recipe.codec)
@@ -134,34 +138,17 @@ def prepare(recipe: Recipe) -> Plan:
     except UserError as error:
         raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
-    plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision)
+    plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision, ranks)
     errors = [
         *misfits(plan),
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
+        *odd_ranks(plan),
         *missing_packages(recipe.observe),
     ]
     if errors:
         raise UserErrors(errors)
     return plan
-
-
-def resolve_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
-    """The device and the precision that the engine section stands for on this machine."""
-    engine = recipe.engine
-    name = engine.device if engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(
-            f"engine.device = {name}: there is no such kind of device; write 'auto', 'cpu' or 'cuda'"
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"engine.device = {name}: fewstep runs on 'cpu' and 'cuda'; write one of them, or 'auto'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"engine.device = {name}: this machine has no CUDA device; write 'cpu' or 'auto'")
-    automatic = "bfloat16" if device.type == "cuda" else "float32"
-    return device, PRECISIONS[automatic if engine.precision == "auto" else engine.precision]
 
 
 def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
@@ -304,6 +291,18 @@ def odd_numbers(plan: Plan) -> list[str]:
                 f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}"
             )
     return errors
+
+
+def odd_ranks(plan: Plan) -> Iterator[str]:
+    """What cannot be cut over the processes."""
+    world, engine, batch, parts = plan.ranks.world, plan.recipe.engine, plan.recipe.data.batch, plan.method.row_parts
+    if batch % (world * parts):
+        of = f"{world} processes" if parts == 1 else f"{world} processes and the method's {parts} parts"
+        yield f"data.batch = {batch}: it must be a multiple of {world * parts}, for {of}"
+    if world % engine.replicas:
+        yield f"engine.replicas = {engine.replicas}: it must divide the number of processes, {world}"
+    if world > 1 and engine.compile == "graphs":
+        yield "engine.compile = graphs: it is for one process; write engine.compile=blocks, or null"
 
 
 def _trained(

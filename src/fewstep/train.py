@@ -6,38 +6,33 @@ import json
 import platform
 import signal
 import sys
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from rich.console import Console
 
 from fewstep import __version__
+from fewstep.assemble import assemble
 from fewstep.checkpoint.atomic import replace_text
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
-from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint
+from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint, take_part
 from fewstep.config import dump_recipe
-from fewstep.data.batches import BatchSource
-from fewstep.data.order import BatchOrder
 from fewstep.data.sources import open_dataset
+from fewstep.engines.mesh import Mesh, join
 from fewstep.engines.process import ProcessEngine
-from fewstep.engines.roles import AveragedRole, Role, freeze
 from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
-from fewstep.methods.ode_init import OdeInit
-from fewstep.models.wan.parallelize import compile_blocks, compile_whole
-from fewstep.observe.observer import Observer
-from fewstep.optim.ema import EMA
-from fewstep.optim.optimizer import RoleOptimizer
+from fewstep.observe.observer import Observer, Unobserved
 from fewstep.prepare import Plan
-from fewstep.rng import generator
-from fewstep.trajectories import generate, trajectory_batches
+from fewstep.trajectories import generate
 
 FREE_AT_RESUME = ("name", "iterations", "checkpoint", "validation", "observe", "engine", "plugins")
 """Sections that may change when a run goes on; any other would make it a run that no recipe describes."""
-COMPILERS = {"blocks": compile_blocks, "graphs": compile_whole}
 
 
 def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") -> bool:
@@ -47,30 +42,24 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     finished iteration is in a checkpoint. ``iterations`` is the total, however often a run was resumed. ``go_on``: what
     the user is told to do after an interruption. Trajectories that the method trains on are made first, if they are
     missing; Ctrl-C there raises KeyboardInterrupt, and what is finished is kept.
+
+    Of several ranks each calls this. The first one alone writes into ``run``; a stop asked of one stops all of them.
     """
-    recipe = plan.recipe
-    generate(plan)
-    with run.lock(), StopRequest() as stop:
-        engine = assemble(plan)
+    recipe, ranks = plan.recipe, plan.ranks
+    generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
+    group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
+    lock = run.lock() if ranks.first else nullcontext()
+    with group as mesh, lock, StopRequest() if ranks.first else StopRequest("") as stop:
+        engine = assemble(plan, mesh)
         check = validator(plan, engine, run)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
-        replace_text(run.recipe, dump_recipe(recipe))
-        run.environment.write_text(json.dumps(environment(plan), indent=1))
-        observer = Observer(
-            recipe.observe,
-            run.path,
-            name=recipe.name,
-            iterations=recipe.iterations,
-            recipe=recipe.model_dump(mode="json"),
-            iteration=iteration,
-            time_s=time_s,
-        )
-        due = partial(is_due, check, recipe.iterations)
+        observer = observe(plan, run, iteration, time_s)
+        due, agreed = partial(is_due, check, recipe.iterations), mesh.any if mesh else bool
         try:
-            if resume and due(iteration) and observer.lacks_validation(iteration):
+            if resume and due(iteration) and agreed(observer.lacks_validation(iteration)):
                 validate(check, engine, observer, iteration)
-            while iteration < recipe.iterations and not stop.asked:
+            while iteration < recipe.iterations and not agreed(stop.asked):
                 metrics = engine.run(iteration)
                 iteration += 1
                 observer.train(iteration, metrics, recipe.data.batch)
@@ -90,72 +79,37 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     return iteration >= recipe.iterations
 
 
-def assemble(plan: Plan) -> ProcessEngine:
-    """Networks with their weights, optimizers, EMA and data, on the plan's device."""
-    offline, recipe = getattr(plan.method, "offline", ()), plan.recipe  # roles that no iteration needs
-    networks = {name: network for name, network in plan.networks("cpu").items() if name not in offline}
-    loaded: dict[tuple[Any, str], dict[str, Tensor]] = {}
-    for name in networks:
-        role = plan.roles[name]
-        if role.source is None:
-            networks[name].initialise(generator(recipe.seed, role.drawn_for))  # type: ignore[operator]
-            continue
-        origin = (role.source.path, role.weights)
-        if origin not in loaded:
-            loaded[origin] = role.source.weights(role.weights)
-        networks[name].load_state_dict(loaded[origin])
-    masters = torch.promote_types(plan.precision, torch.float32)
-    roles, optimizers, totals = {}, {}, plan.total_updates()
-    for name, network in networks.items():
-        role = plan.roles[name]
-        network = network.to(plan.device, masters) if role.optimizer else freeze(network, plan.device, plan.precision)
-        if name != "discriminator":
-            network.recompute = recipe.engine.recompute  # type: ignore[assignment]
-        if recipe.engine.compile and name != "discriminator":
-            COMPILERS[recipe.engine.compile](network)  # type: ignore[arg-type]
-        roles[name] = Role(name, network, plan.precision)
-        if role.optimizer:
-            assert role.schedule is not None
-            optimizers[name] = RoleOptimizer(roles[name].parameters(), role.optimizer, role.schedule, totals[name])
-    ema = EMA(roles["student"].parameters(), recipe.ema)
-    if "ema" in plan.method.roles:
-        roles["ema"] = AveragedRole(roles["student"], ema)
-    return ProcessEngine(
-        plan.method,
-        roles,
-        optimizers,
-        ema,
-        batch_source(plan, roles["student"]),
-        seed=recipe.seed,
-        micro_batch=recipe.engine.micro_batch,
+def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float) -> Observer | Unobserved:
+    """What records the run, in whose folder it writes what the run is."""
+    recipe = plan.recipe
+    if not plan.ranks.first:
+        return Unobserved()
+    replace_text(run.recipe, dump_recipe(recipe))
+    run.environment.write_text(json.dumps(environment(plan), indent=1))
+    return Observer(
+        recipe.observe,
+        run.path,
+        name=recipe.name,
+        iterations=recipe.iterations,
+        recipe=recipe.model_dump(mode="json"),
+        iteration=iteration,
+        time_s=time_s,
     )
 
 
-def batch_source(plan: Plan, student: Role) -> BatchSource:
-    """The batches of the run, in the precision of the masters."""
-    conditioner = plan.conditioner(student.network)
-    dtype, recipe = plan.sampler.dtype, plan.recipe
-
-    def condition(told: Tensor) -> tuple[Any, Any]:
-        return conditioner.condition(told), conditioner.null(len(told), told.device)
-
-    def encode(items: Tensor) -> Tensor:
-        return plan.codec.encode(items).to(dtype)
-
-    if isinstance(plan.method, OdeInit):
-        return trajectory_batches(plan, encode, condition)
-    hold = recipe.sampling.stream_chunks
-    order = BatchOrder(recipe.seed, len(plan.dataset), recipe.data.batch, plan.method.num_batches, hold=hold)
-    return BatchSource(plan.dataset, order, encode, condition, plan.device)
-
-
 def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | None:
-    """What validates the averaged student, if the recipe asks for it; its classifier is trained now, if ever."""
-    if plan.recipe.validation is None:
+    """What validates the averaged student, if the recipe asks for it; its classifier is trained now, if ever.
+
+    Of several ranks all make the same samples together, and the first one judges and shows them.
+    """
+    section = plan.recipe.validation
+    if section is None:
         return None
+    if not plan.ranks.first:
+        section = section.model_copy(update={"extractor": None})
     conditioner: Any = engine.roles["student"].network.conditioner
     return Validator(
-        plan.recipe.validation,
+        section,
         plan.recipe.sampling,
         conditioner,
         plan.codec,
@@ -163,7 +117,7 @@ def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | 
         open_dataset(plan.recipe.data, "test"),
         shape=plan.shape,
         causal=engine.roles["student"].causal,
-        folder=run.samples,
+        folder=run.samples if plan.ranks.first else None,
         dtype=plan.sampler.dtype,
         device=plan.device,
         plugins=plan.recipe.plugins,
@@ -175,7 +129,7 @@ def is_due(check: Validator | None, last: int, iteration: int) -> bool:
     return check is not None and iteration > 0 and (iteration == last or iteration % check.section.every == 0)
 
 
-def validate(check: Any, engine: ProcessEngine, observer: Observer, iteration: int) -> None:
+def validate(check: Any, engine: ProcessEngine, observer: Observer | Unobserved, iteration: int) -> None:
     """Validates the averaged student."""
     with observer.phase("validation"), engine.ema.swapped():
         results = check(iteration, engine.roles["student"])
@@ -192,8 +146,11 @@ def refuse_barren(engine: ProcessEngine) -> None:
         )
 
 
-def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, iteration: int) -> int:
+def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer | Unobserved, iteration: int) -> int:
     """Writes the checkpoint of ``iteration``; returns that number."""
+    if isinstance(observer, Unobserved):
+        take_part(engine.state())
+        return iteration
     with observer.phase("checkpoint"):
         meta = Meta(
             iteration=iteration,
@@ -215,7 +172,7 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer, 
 
 def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, float]:
     """Loads the newest complete checkpoint; returns its iteration and the seconds trained so far."""
-    newest = newest_complete(run.checkpoints, verified=True)
+    newest = newest_of(run, engine.mesh)
     if newest is None:
         return 0, 0.0
     checkpoint = load_checkpoint(newest)
@@ -241,6 +198,15 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
     return checkpoint.iteration, meta.time_s
 
 
+def newest_of(run: RunFolder, mesh: Mesh | None) -> Path | None:
+    """The newest complete checkpoint; of several ranks the first looks for it, so that all take the same one."""
+    if mesh is None:
+        return newest_complete(run.checkpoints, verified=True)
+    newest = newest_complete(run.checkpoints, verified=True) if mesh.ranks.first else None
+    name = mesh.told(newest.name if newest else "")
+    return run.checkpoints / name if name else None
+
+
 def differences(before: Any, now: Any, key: str) -> list[str]:
     """Every value below ``key`` that is not what it was, a line each; places on the disk may change."""
     if key.rpartition(".")[2] in ("init", "path", "test_path", "cache"):
@@ -260,7 +226,8 @@ def environment(plan: Plan) -> dict[str, Any]:
     """What the run was made with, for its report."""
     device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else platform.processor() or "CPU"
     precision = str(plan.precision).removeprefix("torch.")
-    return {**versions(), "device": device, "precision": precision, "threads": torch.get_num_threads()}
+    known = {"device": device, "precision": precision, "threads": torch.get_num_threads()}
+    return {**versions(), **known, "ranks": plan.ranks.world}
 
 
 class StopRequest:
@@ -291,4 +258,5 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        print(f"\n{self.told}", file=sys.stderr)
+        if self.told:
+            print(f"\n{self.told}", file=sys.stderr)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from fewstep.data.api import Items
 from fewstep.data.batches import BatchSource
 from fewstep.data.order import BatchOrder
+from fewstep.engines.mesh import Mesh, Ranks
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import AveragedRole, Role, freeze
+from fewstep.engines.shards import ShardedRole, shard
 from fewstep.methods.api import Method
 from fewstep.methods.dmd2 import DMD2, DMD2Section
 from fewstep.methods.gan import GANSection
@@ -137,15 +139,20 @@ def engine(
     optimizer: OptimizerSection | None = None,
     ema: EMASection | None = None,
     seed: int = 3,
+    mesh: Mesh | None = None,
+    device: torch.device = CPU,
 ) -> ProcessEngine:
     """A new engine; every one of the same arguments is equal to the last bit."""
+    at = mesh.ranks if mesh else Ranks()
     optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
     schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
     masters = torch.promote_types(dtype, torch.float32)
     roles: dict[str, Role] = {}
     for name, net in (made or networks(method)).items():
-        placed = net.to(masters) if name in method.trained else freeze(net, CPU, dtype)
-        roles[name] = Role(name, placed, dtype)
+        placed = net.to(device, masters) if name in method.trained else freeze(net, device, dtype)
+        if mesh:
+            shard(placed, mesh)
+        roles[name] = ShardedRole(name, placed, dtype, mesh) if mesh else Role(name, placed, dtype)
     optimizers = {
         name: RoleOptimizer(roles[name].parameters(), optimizer, schedule, updates)
         for name, updates in updates_of(method, iterations).items()
@@ -155,15 +162,15 @@ def engine(
     data = Tiles(3 if needs_clips(method) or chunks_of(method) > 1 else 1)
     source = (TracedBatches if isinstance(method, OdeInit) else BatchSource)(
         data,
-        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method)),
+        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method), rank=at.rank, world=at.world),
         lambda pixels: codec.encode(pixels).to(masters),
-        lambda labels: (conditioner.condition(labels), conditioner.null(len(labels))),
-        CPU,
+        lambda labels: (conditioner.condition(labels), conditioner.null(len(labels), labels.device)),
+        device,
     )
     average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
     if "ema" in method.roles:
         roles["ema"] = AveragedRole(roles["student"], average)
-    return ProcessEngine(method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch)
+    return ProcessEngine(method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch, mesh=mesh)
 
 
 def updates_of(method: Method, iterations: int) -> dict[str, int]:

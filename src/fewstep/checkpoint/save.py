@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fewstep.checkpoint.atomic import REPLACED, dead_partials, remove_folder, written_aside
-from fewstep.checkpoint.tensor_file import read_tensors, write_tensors
+from fewstep.checkpoint.tensor_file import Later, Named, in_file_order, read_tensors, write_tensors
 from fewstep.errors import UserError
 from fewstep.section import Section
 
@@ -74,13 +74,14 @@ class Checkpoint:
 def save_checkpoint(
     checkpoints: Path,
     iteration: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Named],
     meta: Mapping[str, Any],
     keep: CheckpointSection,
 ) -> Path:
     """Writes the checkpoint of ``iteration``, then removes those that ``keep`` does not keep.
 
-    tensors: by group, then by name; any device. meta: whatever JSON can hold, without NaN; ``Meta.to_json()`` in a run.
+    tensors: by group, then by name; any device; of those that come ``Later`` one at a time is held. meta: whatever JSON
+    can hold, without NaN; ``Meta.to_json()`` in a run.
     Returns the folder. Raises UserError if the disk is full or fails: nothing of the new checkpoint stays, and no other
     is touched.
     """
@@ -103,6 +104,15 @@ def save_checkpoint(
         ) from error
     _retain(checkpoints, keep)
     return folder
+
+
+def take_part(tensors: Mapping[str, Named]) -> None:
+    """What every other process calls while one calls ``save_checkpoint``, with tensors of the same names."""
+    for named in tensors.values():
+        for name in in_file_order(named):
+            tensor = named[name]
+            if isinstance(tensor, Later):
+                tensor.make()
 
 
 def newest_complete(checkpoints: Path, *, verified: bool = False) -> Path | None:

@@ -1,27 +1,69 @@
-"""Named tensors in one safetensors file, bit for bit."""
+"""Named tensors in one safetensors file, bit for bit: all at once, or one after the other."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fewstep.errors import UserError
 
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Of dtypes, in safetensors' spelling."""
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors of any dtype, shape, stride and device; those that are one and the same are stored once.
 
-    Raises safetensors.SafetensorError where the disk is full or fails.
+@dataclass(frozen=True)
+class Later:
+    """A tensor that is put together when it is asked for, such as one whose parts several processes hold."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+    """Makes it, on any device; where that takes several processes, each of them calls it."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Named = Mapping[str, Tensor | Later]
+
+
+def write_tensors(file: Path, tensors: Named) -> None:
+    """Tensors of any dtype, shape, stride and device; those that are one and the same are stored once. Where one of
+    them comes ``Later``, all are written one after the other, and no two of those are held at a time.
+
+    Raises safetensors.SafetensorError or OSError where the disk is full or fails.
     """
+    if any(isinstance(tensor, Later) for tensor in tensors.values()):
+        return _write_in_turn(file, tensors)
     kept, tied = _independent(tensors)
     save_file(kept, file, metadata={"format": "pt"} | ({"tied": json.dumps(tied)} if tied else {}))
+
+
+def in_file_order(tensors: Named) -> list[str]:
+    """The names in the order in which tensors that come ``Later`` are made: wide dtypes first, so that all values stand
+    at multiples of their size."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -55,7 +97,28 @@ def _damage_named(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _independent(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _write_in_turn(file: Path, tensors: Named) -> None:
+    """The format's own layout: the length of the header, the header (JSON, padded to 8 bytes), the values."""
+    order, header, end = in_file_order(tensors), {"__metadata__": {"format": "pt"}}, 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        entry: dict = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            opened.write(_values(tensors[name]))
+
+
+def _values(tensor: Tensor | Later) -> Any:
+    whole = tensor.make() if isinstance(tensor, Later) else tensor
+    return whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def _independent(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Contiguous tensors no two of which share memory, and for each tied name the name that holds its values."""
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the run failed; 2 the user can mend it (one clean line eac
 from __future__ import annotations
 
 import errno
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -61,8 +62,9 @@ def complaints(error: BaseException) -> list[str] | None:
 
 def complain(lines: Sequence[str]) -> None:
     """Each on a line of its own, on standard error."""
+    rank = os.environ.get("RANK")  # of several processes, which one it is
     for text in lines:
-        err.print("error: ", style="bold red", end="")
+        err.print("error: " if rank is None else f"rank {rank}: error: ", style="bold red", end="")
         err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -88,6 +90,9 @@ class Commands(TyperGroup):
                 err.print("Stopped by Ctrl-C.")
                 raise typer.Exit(STOPPED) from None
             except Exception as error:
+                if type(error).__name__ == "RankError" and not ctx.obj["debug"]:  # the other rank says more
+                    complain([str(error)])
+                    raise typer.Exit(RUN_FAILED) from None
                 lines = complaints(error)
                 if lines is None or ctx.obj["debug"]:
                     raise

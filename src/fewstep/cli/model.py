@@ -10,11 +10,11 @@ import torch
 from pydantic import TypeAdapter
 
 from fewstep.checkpoint.source import Source, open_source
+from fewstep.engines.device import PRECISIONS
 from fewstep.engines.roles import Role
 from fewstep.errors import UserError
 from fewstep.models.codec import Codec, CodecSection, build_codec
 from fewstep.models.families import ModelSection, build
-from fewstep.prepare import PRECISIONS
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.sampler import Sampler, sampler_of
 

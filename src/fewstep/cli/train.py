@@ -52,9 +52,10 @@ def train(
     folder = RunFolder.existing(place) if resume else RunFolder(place)
     plan = prepare(loaded)
     if dry_run:
-        say(describe(plan))
+        if plan.ranks.first:
+            say(describe(plan))
         return
-    if not resume:
+    if not resume and plan.ranks.first:
         folder = RunFolder.create(place)
     if not run_plan(plan, folder, resume=resume):
         raise typer.Exit(STOPPED)

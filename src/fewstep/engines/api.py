@@ -18,9 +18,17 @@ class EngineSection(Section):
     """Where and how the phases run; nothing here changes what is learnt beyond rounding."""
 
     name: Literal["process"] = "process"
-    """``process``: this one process."""
+    """``process``: this one process; or all those that torchrun started, each of which holds a part of every role and
+    trains on its rows of every batch."""
     device: str = "auto"
-    """``auto`` takes the GPU where there is one; else ``cpu``, ``cuda``, ``cuda:1``."""
+    """``auto`` takes the GPU where there is one, each process of a machine its own; else ``cpu``, ``cuda``, and for one
+    process ``cuda:1``."""
+    replicas: int = Field(default=1, ge=1)
+    """Groups of processes that each hold all weights; 1 cuts every weight over all processes. With more, weights are
+    gathered inside a group alone (a machine, say), at the price of as many times the memory. It must divide the number
+    of processes."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long a process waits for the others before the run ends with an error that names the one that is missing."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """What the networks compute in; ``auto`` is bfloat16 on a GPU, else float32. Trained weights stay float32."""
     micro_batch: int | None = Field(default=None, ge=1)

@@ -1,16 +1,18 @@
-"""The engine of one process: all roles here, phases one after the other."""
+"""The engine of one process, or of every rank of torchrun: all roles here, phases one after the other."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fewstep.checkpoint.tensor_file import Later
 from fewstep.data.batches import BatchSource
+from fewstep.engines.mesh import Mesh
 from fewstep.engines.roles import Role
 from fewstep.methods.api import Method, Phase
 from fewstep.optim.ema import EMA
@@ -24,7 +26,10 @@ CARRY = "carry."
 
 
 class ProcessEngine:
-    """Binds roles, records and batches to the phases of ``method``; owns backward, steps, EMA and micro-batches."""
+    """Binds roles, records and batches to the phases of ``method``; owns backward, steps, EMA and micro-batches.
+
+    mesh: the ranks, where there are several. Each runs its rows of every batch on roles cut over all of them.
+    """
 
     def __init__(
         self,
@@ -36,9 +41,10 @@ class ProcessEngine:
         *,
         seed: int,
         micro_batch: int | None = None,
+        mesh: Mesh | None = None,
     ):
         self.method, self.roles, self.optimizers, self.ema, self.batches = method, roles, optimizers, ema, batches
-        self.seed, self.micro_batch = seed, micro_batch
+        self.seed, self.micro_batch, self.mesh = seed, micro_batch, mesh
         self.carries: dict[int, Carry] = {}
         """What the next iteration goes on from, by batch."""
 
@@ -61,6 +67,8 @@ class ProcessEngine:
                 records[phase.gives] = made
                 losses = getattr(records[phase.gives], "losses", {})
                 report = {name: values.mean() for name, values in losses.items()}
+                if self.mesh:
+                    report = self.mesh.mean(report)
             else:
                 report = self._train(phase, iteration, batch, records)
             for name, value in report.items():
@@ -71,22 +79,28 @@ class ProcessEngine:
             for name, values in metrics.items()
         }
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, dict[str, Any]]:
         """The weights and the optimizer of every trained role, the EMA, and the carries where there are any."""
-        groups = {name: dict(self.roles[name].network.state_dict()) for name in self.optimizers}
-        groups |= {f"{name}.optimizer": optimizer.state() for name, optimizer in self.optimizers.items()}
-        groups |= {f"{CARRY}{slot}": carry.tensors() for slot, carry in self.carries.items()}
-        return groups | {"ema": self.ema.state()}
+        groups = {name: self.roles[name].state() for name in self.optimizers}
+        groups |= {
+            f"{name}.optimizer": self.roles[name].whole(optimizer.state())
+            for name, optimizer in self.optimizers.items()
+        }
+        groups |= {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
+        return groups | {"ema": self.roles["student"].whole(self.ema.state())}
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """The inverse of :meth:`state`; strict: a missing group or tensor raises KeyError or RuntimeError."""
         for name, optimizer in self.optimizers.items():
-            self.roles[name].network.load_state_dict(state[name])
-            optimizer.load(state[f"{name}.optimizer"])
-        self.ema.load(state["ema"])
+            self.roles[name].load(state[name])
+            optimizer.load(self.roles[name].cut(state[f"{name}.optimizer"]))
+        self.ema.load(self.roles["student"].cut(state["ema"]))
         device = next(self.roles["student"].network.parameters()).device
+        mine = self.mesh.my_rows if self.mesh else lambda tensor: tensor
         self.carries = {
-            int(group.removeprefix(CARRY)): map_tensors(lambda tensor: tensor.to(device, copy=True), Carry.of(tensors))
+            int(group.removeprefix(CARRY)): map_tensors(
+                lambda tensor: mine(tensor).to(device, copy=True), Carry.of(tensors)
+            )
             for group, tensors in state.items()
             if group.startswith(CARRY)
         }
@@ -105,7 +119,11 @@ class ProcessEngine:
             torch.stack(list(losses.values())).sum().backward()
             for name, loss in losses.items():
                 metrics[name] = metrics.get(name, 0) + loss.detach()
+        for name in phase.trains:
+            self.roles[name].take_gradients()
         norms = {name: self.optimizers[name].norm() for name in phase.trains}
+        if self.mesh:
+            metrics, norms = self.mesh.agreed(metrics, norms)
         finite = torch.stack([value.isfinite() for value in (*norms.values(), *metrics.values())]).all()
         for name in phase.trains:
             report = self.optimizers[name].step(norms[name], finite)
@@ -113,6 +131,18 @@ class ProcessEngine:
         if "student" in phase.trains:
             self.ema.update(self.optimizers["student"].updates, finite)
         return metrics
+
+    def _all_rows(self, carry: Carry) -> dict[str, Any]:
+        """The carry of the global batch; tensors with rows are gathered one by one when they are asked for."""
+        mesh, tensors = self.mesh, carry.tensors()
+        if mesh is None:
+            return tensors
+
+        def later(rows: Tensor) -> Later:
+            shape = (len(rows) * mesh.ranks.world, *rows.shape[1:])
+            return Later(shape, rows.dtype, partial(mesh.all_rows, rows))
+
+        return {name: tensor if name == "history" else later(tensor) for name, tensor in tensors.items()}
 
     def _pieces(
         self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -129,6 +129,25 @@ class Role:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name."""
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    def take_gradients(self) -> None:
+        """After the last backward pass before an update; gradients already stand on the parameters."""
+
+    def state(self) -> dict[str, Any]:
+        """All weights by name, as a checkpoint holds them."""
+        return dict(self.network.state_dict())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of :meth:`state`. Raises RuntimeError where a name or a shape does not fit."""
+        self.network.load_state_dict(tensors)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Tensors that belong to :meth:`parameters` and end in their names, as a checkpoint holds them."""
+        return dict(tensors)
+
+    def cut(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The inverse of :meth:`whole`."""
+        return tensors
 
     def _computing(self) -> AbstractContextManager[Any]:
         if self.precision != torch.bfloat16:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from fewstep.models.precision import WideLayerNorm, WideLinear
 from fewstep.shapes import PerSample, Tokens
@@ -31,6 +33,11 @@ class Discriminator(nn.Module):
     @torch.no_grad()
     def initialise(self, generator: Generator) -> None:
         """Draws all weights from a CPU generator, in float32 and in a fixed order."""
+        for (_, value), parameter in zip(self.drawn(generator), self.parameters(), strict=True):
+            parameter.copy_(value)
+
+    def drawn(self, generator: Generator) -> Iterator[tuple[str, Tensor]]:
+        """The weights that ``initialise`` sets, whole and one after the other, by name."""
         for name, parameter in self.named_parameters():
             value = torch.empty(parameter.shape, dtype=torch.float32)
             if name.endswith("bias"):
@@ -39,7 +46,7 @@ class Discriminator(nn.Module):
                 value.fill_(1.0)
             else:
                 nn.init.xavier_uniform_(value, generator=generator)
-            parameter.copy_(value)
+            yield name, value
 
 
 class _Head(nn.Module):

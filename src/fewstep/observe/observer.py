@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +137,19 @@ class Observer:
     def _write(self, row: Row) -> None:
         for sink in self._sinks:
             sink.write(row)
+
+
+class Unobserved:
+    """In place of an observer on every process but the first, which records the run for all of them."""
+
+    def train(self, iteration: int, values: Mapping[str, Tensor | float | int], num_samples: int = 0) -> None: ...
+
+    def lacks_validation(self, iteration: int) -> bool:
+        return False
+
+    def validation(self, iteration: int, values: Mapping[str, float | int]) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self, message: str = "") -> None: ...

@@ -69,6 +69,10 @@ class Block(nn.Module):
         normed = torch.addcmul(ffn_shift, self.ffn_norm(tokens), 1 + ffn_scale).to(dtype)
         return torch.addcmul(wide(tokens), wide(self.ffn(normed)), ffn_gate).to(dtype), made
 
+    def told(self, context: ContextTokens) -> KeyValue:
+        """The keys and values of the conditioning in this block."""
+        return self.cross_attention.keys_values(context)
+
     def _self_attend(self, normed: Tokens, sight: Sight, past: KeyValue | None) -> tuple[Tokens, KeyValue]:
         """The update, and the own keys (turned unless ``sight.key_turn`` is to turn them later) and values."""
         keys, values = self.self_attention.keys_values(normed)

@@ -98,8 +98,8 @@ class Wan(nn.Module):
         """The keys and values of the conditioning in every block, to be used in place of ``cond`` as long as it stays
         the same."""
         context = self.text_embedding(self.conditioner(cond))
-        attentions: list[Any] = [block.cross_attention for block in self.blocks]
-        return CrossCache(tuple(attention.keys_values(context) for attention in attentions))
+        blocks: Any = self.blocks
+        return CrossCache(tuple(block.told(context) for block in blocks))
 
     @torch.no_grad()
     def initialise(self, generator: Generator) -> None:
@@ -108,8 +108,13 @@ class Wan(nn.Module):
         The output projection starts at zero, so a new network predicts a velocity of zero; the modulation tables start
         at N(0, 1 / dim), so its blocks are near the identity.
         """
+        for (_, value), parameter in zip(self.drawn(generator), self.parameters(), strict=True):
+            parameter.copy_(value)
+
+    def drawn(self, generator: Generator) -> Iterator[tuple[str, Tensor]]:
+        """The weights that ``initialise`` sets, whole and one after the other, by name."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(_initial(name, parameter.shape, generator))
+            yield name, _initial(name, parameter.shape, generator)
 
     def _enter(self, x_t: Latents, sigma: Sigma, cond: Any) -> Entered:
         tokens, grid = self.patch_embedding(x_t)

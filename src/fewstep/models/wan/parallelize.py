@@ -1,7 +1,8 @@
-"""How a Wan network is compiled: block by block, or whole and replayed."""
+"""How a Wan network is compiled, block by block or whole and replayed; and how it is cut over ranks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,28 @@ import torch
 
 from fewstep.models.wan.model import Wan
 from fewstep.records import map_tensors
+
+METHODS = ("velocity", "features", "tell", "prefill", "velocity_given", "append")
+"""The public methods of a network, causal ones included; none calls another."""
+
+
+def shard_blocks(model: Wan, axes: Any) -> None:
+    """Cuts every weight along its first axis over the ranks of ``axes`` (a ``DeviceMesh``), in place, by FSDP2: a block
+    is gathered while it runs, what stands around the blocks while a public method runs, and afterwards all weights are
+    parts again.
+
+    Weights keep their dtype when they are gathered; autocast, where it is on, casts them as it does in one process.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of views that a block returns: nothing writes to them
+    for block in model.blocks:
+        fully_shard(block, mesh=axes, reshard_after_forward=True)
+        register_fsdp_forward_method(block, "told")
+    fully_shard(model, mesh=axes, reshard_after_forward=True)
+    for name in METHODS:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
 
 
 def compile_blocks(model: Wan, **options: Any) -> None:

@@ -1,0 +1,189 @@
+"""Ranks: processes that a launcher such as torchrun started to train one run together. Nothing of this file runs where
+there is one process.
+
+Every rank makes the same calls in the same order. What they exchange in bulk, weights and gradients, is FSDP2's affair
+(``shards.py``); here stand the group itself, the device of each rank, and small agreements.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fewstep.errors import UserError
+
+GRACE_S = 5.0
+"""How long a rank whose partner is gone waits to learn which one it was, and why."""
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many processes this one is: in the run, and on its machine (``local``)."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what a run writes."""
+        return self.rank == 0
+
+    @classmethod
+    def launched(cls) -> Ranks:
+        """What torchrun says in the environment; one process where nothing is said.
+
+        Raises UserError where only a part is said, or what is no number.
+        """
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return cls()
+        try:
+            rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"WORLD_SIZE is set, RANK or LOCAL_RANK is not, or is no number ({error}); start the ranks by torchrun "
+                "--nproc-per-node N -m fewstep train ..., or unset WORLD_SIZE"
+            ) from None
+        return cls(rank, world, local)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world} on {socket.gethostname()}"
+
+
+class RankError(RuntimeError):
+    """Another rank failed, or no longer answers; the message names it."""
+
+
+class Mesh:
+    """The group of all ranks. Made by :func:`join`.
+
+    axes: the device mesh that weights are cut along; its last axis is ``shard``, and before it stands ``replicate``
+    where ranks hold copies.
+    """
+
+    def __init__(self, ranks: Ranks, axes: DeviceMesh, store: dist.Store):
+        self.ranks, self.axes, self._store = ranks, axes, store
+        self._messages = 0
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks.world // self.axes["shard"].size()
+
+    def mean(self, values: Mapping[str, Tensor]) -> Values:
+        """The mean of each 0-dim value over the ranks; the host does not wait."""
+        return self.agreed(values, {})[0]
+
+    def agreed(self, values: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> tuple[Values, Values]:
+        """The mean of each of ``values`` over the ranks, and for each norm of a rank's shards that of all shards.
+
+        One collective for all of them, the same bits on every rank, and what is not finite on one rank is finite on
+        none. The host does not wait.
+        """
+        if not values and not norms:
+            return {}, {}
+        shares = [value / self.ranks.world for value in values.values()]
+        shares += [norm.square() / self.replicas for norm in norms.values()]
+        wide = torch.promote_types(torch.float32, max((share.dtype for share in shares), key=lambda d: d.itemsize))
+        sums = torch.stack([share.to(wide) for share in shares])
+        dist.all_reduce(sums)
+        found = sums.unbind()
+        means = {name: total.to(value.dtype) for (name, value), total in zip(values.items(), found, strict=False)}
+        roots = zip(norms.items(), found[len(values) :], strict=True)
+        return means, {name: total.sqrt().to(norm.dtype) for (name, norm), total in roots}
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on one rank; the hosts wait for each other, their devices do not."""
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def told(self, text: str = "") -> str:
+        """What rank 0 says."""
+        self._messages += 1
+        key = f"said/{self._messages}"
+        if self.ranks.first:
+            self._store.set(key, text)
+        return self._store.get(key).decode()
+
+    def all_rows(self, tensor: Tensor) -> Tensor:
+        """The rows of the global batch, of which each rank holds rows rank, rank + world, ..."""
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks.world)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    def my_rows(self, tensor: Tensor) -> Tensor:
+        """The inverse of :meth:`all_rows`."""
+        return tensor[self.ranks.rank :: self.ranks.world]
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error, told to the other ranks; or, where it only says that one of them is gone, a RankError that says
+        which, and why it went."""
+        me = self.ranks
+        if not _is_lost_partner(error):
+            with suppress(dist.DistError):  # nobody is left to be told
+                self._store.set(f"failed/{me.rank}", f"{me} failed: {type(error).__name__}: {error}")
+            return error
+        try:
+            self._store.set(f"waiting/{me.rank}", "")
+            return RankError(f"{me} stops: {self._why() or error}")
+        except dist.DistError:
+            return RankError(f"{me} stops: rank 0, through which the ranks find each other, is gone: {error}")
+
+    def _why(self) -> str:
+        """What became of the others, of whom those that wait too are given the time to say so."""
+        silent = [rank for rank in range(self.ranks.world) if rank != self.ranks.rank]
+        until = time.monotonic() + GRACE_S
+        while silent and time.monotonic() < until:
+            for rank in silent:
+                if self._store.check([f"failed/{rank}"]):
+                    return self._store.get(f"failed/{rank}").decode()
+            silent = [rank for rank in silent if not self._store.check([f"waiting/{rank}"])]
+            time.sleep(0.1)
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        return names and f"{names} no longer answers: killed, or stalled"
+
+
+@contextmanager
+def join(ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1) -> Iterator[Mesh | None]:
+    """Inside, this process is one of a group; None where it is the only one.
+
+    device: of this rank; nccl moves what lies on GPUs, gloo what lies in the host's memory. timeout_s: how long a rank
+    waits for the others. replicas: groups of ranks that each hold all weights. An error inside is told to the other
+    ranks, which raise RankError with this rank's name; so does a rank that waited in vain.
+    """
+    if ranks.world == 1:
+        yield None
+        return
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    names, sizes = ("shard",), (world,)
+    if replicas > 1:
+        names, sizes = ("replicate", "shard"), (replicas, world // replicas)
+    mesh = Mesh(ranks, init_device_mesh(device.type, sizes, mesh_dim_names=names), store)
+    try:
+        yield mesh
+    except Exception as error:
+        explained = mesh.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
+    dist.destroy_process_group()
+
+
+def _is_lost_partner(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
