@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fewstep.assemble import batch_source
 from fewstep.checkpoint.source import open_source
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.config import Recipe, load_recipe
@@ -23,7 +24,6 @@ from fewstep.methods.sft import drop_condition
 from fewstep.models.families import build
 from fewstep.prepare import prepare
 from fewstep.rng import Draw
-from fewstep.train import batch_source
 from fewstep.trajectories import folder_of
 from tests.data.latent_files import drawn, write_folder, write_shard
 from tests.recipes.tiny_latents import BASE, FAMILY, RUNS, LatentWorld
