@@ -27,6 +27,17 @@ KEEP = CheckpointSection(every=1, keep_last=2)
 CLASSES = ("shirt", "shoe", "bag", "coat", "hat")
 SECTION = tiny_section(LABELS)
 
+PLAIN = {
+    "first_block_steps": None,
+    "history_sigma": 0.0,
+    "given_frames": 0,
+    "stop": "shared",
+    "rolling_blocks": 1,
+    "stream_chunks": 1,
+    "overlap_frames": 0,
+}
+"""What a sampler of whole clips says of blocks."""
+
 
 def tiny_meta(iteration: int = 3, section: WanSection = SECTION, **changes: Any) -> Meta:
     values: dict[str, Any] = {

@@ -25,7 +25,7 @@ from fewstep.models.families import build
 from fewstep.models.wan.conditioner import LabelCond
 from fewstep.models.wan.sizes import WanSection
 from fewstep.rollout.few_step import SamplingSection
-from tests.checkpoint.runs import states, tiny_meta, write_run
+from tests.checkpoint.runs import PLAIN, states, tiny_meta, write_run
 from tests.models.tiny import TEXT, tiny_section
 
 IN_A_FRESH_PROCESS = """
@@ -54,17 +54,6 @@ with torch.no_grad():
 save_file({"first": first, "x0": x0.contiguous()}, result)
 assert not any(name.startswith("fewstep") for name in sys.modules)
 """
-
-PLAIN = {
-    "first_block_steps": None,
-    "history_sigma": 0.0,
-    "given_frames": 0,
-    "stop": "shared",
-    "rolling_blocks": 1,
-    "stream_chunks": 1,
-    "overlap_frames": 0,
-}
-"""What a sampler of whole clips says of blocks."""
 
 
 def test_diffusers_alone_runs_it_as_trained_in_a_fresh_process(tmp_path: Path):

@@ -18,21 +18,10 @@ from fewstep.checkpoint.tensor_file import write_tensors
 from fewstep.errors import UserError
 from fewstep.models.wan.state_dict_adapter import config_to_diffusers, to_diffusers
 from fewstep.rollout.few_step import SamplingSection
-from tests.checkpoint.runs import CLASSES, KEEP, SECTION, states, tiny_meta, write_run
+from tests.checkpoint.runs import CLASSES, KEEP, PLAIN, SECTION, states, tiny_meta, write_run
 from tests.models.tiny import TEXT, tiny_section, tiny_wan
 
 LADDER = [1.0, 0.9375, 5 / 6, 0.625]
-
-PLAIN = {
-    "first_block_steps": None,
-    "history_sigma": 0.0,
-    "given_frames": 0,
-    "stop": "shared",
-    "rolling_blocks": 1,
-    "stream_chunks": 1,
-    "overlap_frames": 0,
-}
-"""What a sampler of whole clips says of blocks."""
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
