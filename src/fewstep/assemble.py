@@ -34,13 +34,18 @@ def assemble(plan: Plan, mesh: Mesh | None = None) -> ProcessEngine:
     networks = plan.networks("meta" if mesh else "cpu")
     roles: dict[str, Role] = {}
     optimizers: dict[str, RoleOptimizer] = {}
+    ema: EMA | None = None
     for name in (name for name in networks if name not in offline):
         role, network = plan.roles[name], networks[name]
         roles[name] = cut(plan, name, network, weights, mesh) if mesh else whole(plan, name, network, weights)
         if role.optimizer:
             assert role.schedule is not None
             optimizers[name] = RoleOptimizer(roles[name].parameters(), role.optimizer, role.schedule, totals[name])
-    ema = EMA(roles["student"].parameters(), recipe.ema)
+        if name == "student":
+            ema = EMA(roles[name].parameters(), recipe.ema)
+        if recipe.engine.offload:
+            roles[name].weights.sleep()
+    assert ema is not None
     if "ema" in plan.method.roles:
         roles["ema"] = AveragedRole(roles["student"], ema)
     return ProcessEngine(
@@ -52,6 +57,7 @@ def assemble(plan: Plan, mesh: Mesh | None = None) -> ProcessEngine:
         seed=recipe.seed,
         micro_batch=recipe.engine.micro_batch,
         mesh=mesh,
+        offload=recipe.engine.offload,
     )
 
 

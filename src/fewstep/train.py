@@ -131,8 +131,8 @@ def is_due(check: Validator | None, last: int, iteration: int) -> bool:
 
 def validate(check: Any, engine: ProcessEngine, observer: Observer | Unobserved, iteration: int) -> None:
     """Validates the averaged student."""
-    with observer.phase("validation"), engine.ema.swapped():
-        results = check(iteration, engine.roles["student"])
+    with observer.phase("validation"), engine.averaged() as student:
+        results = check(iteration, student)
     observer.validation(iteration, results)
 
 
