@@ -71,6 +71,17 @@ def test_six_iterations_are_three_a_crash_and_three_more(world: World, name: str
     assert {"student", "student.optimizer", "ema"} <= set(tensors(whole, 6))
 
 
+def test_a_run_goes_on_with_idle_roles_asleep_as_it_would_with_all_awake(world: World):
+    """``engine.offload``: loading, phases, validation and the checkpoint."""
+    shutil.copytree(world.run(DMD2).path, world.path / "offloaded")
+    shutil.rmtree(world.path / "offloaded" / "checkpoints" / "iteration-000006")
+    run = world.train(
+        DMD2, "method.critic_updates=2", "engine.offload=true", iterations=6, into="offloaded", resume=True
+    )
+    assert_same_bits(tensors(run, 6), tensors(world.run(DMD2), 6))
+    assert values(run) == values(world.run(DMD2))
+
+
 def test_every_trained_role_its_optimizer_and_the_average_are_in_the_checkpoint(world: World):
     groups = set(tensors(world.run(DMD2), 6))
     roles = ("student", "critic", "discriminator")

@@ -36,13 +36,17 @@ def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None 
     networks = plan.networks("meta" if mesh else "cpu", wanted)
     roles: dict[str, Role] = {}
     optimizers: dict[str, RoleOptimizer] = {}
+    ema: EMA | None = None
     for name in networks:
         role, network = plan.roles[name], networks[name]
         roles[name] = cut(plan, name, network, weights, mesh) if mesh else whole(plan, name, network, weights)
         if role.optimizer:
             assert role.schedule is not None
             optimizers[name] = RoleOptimizer(roles[name].parameters(), role.optimizer, role.schedule, totals[name])
-    ema = EMA(roles["student"].parameters(), recipe.ema) if "student" in roles else None
+        if name == "student":
+            ema = EMA(roles[name].parameters(), recipe.ema)
+        if recipe.engine.offload:
+            roles[name].weights.sleep()
     if ema is not None and "ema" in plan.method.roles:
         roles["ema"] = AveragedRole(roles["student"], ema)
     return ProcessEngine(
@@ -54,6 +58,7 @@ def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None 
         seed=recipe.seed,
         micro_batch=recipe.engine.micro_batch,
         mesh=mesh,
+        offload=recipe.engine.offload,
     )
 
 

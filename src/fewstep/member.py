@@ -41,9 +41,8 @@ class Member:
     def validate(self, iteration: int) -> Mapping[str, float]:
         """Results of the averaged student; every process that holds a part of it calls this."""
         assert self._check is not None
-        assert self.engine.ema is not None
-        with self.engine.ema.swapped():
-            return self._check(iteration, self.engine.roles["student"])
+        with self.engine.averaged() as student:
+            return self._check(iteration, student)
 
     def counters(self) -> dict[str, tuple[int, int]]:
         """Of every trained role, how many updates were made and how many skipped."""

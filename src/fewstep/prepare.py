@@ -157,7 +157,10 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
     except UserError as error:
         raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
-    groups = groups_of(recipe.engine, method, recipe.iterations, device) if starts else ()
+    groups: tuple[Group, ...] = ()
+    if starts:
+        assert isinstance(recipe.engine, RaySection)
+        groups = groups_of(recipe.engine, method, recipe.iterations, device)
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision, ranks, groups)
     errors = [
         *misfits(plan),

@@ -25,6 +25,7 @@ from fewstep.config import Recipe, dump_recipe
 from fewstep.engines.mesh import Mesh, RankError, join
 from fewstep.engines.ray.driver import Driver
 from fewstep.engines.ray.placement import RaySection
+from fewstep.engines.ray.worker import Begin
 from fewstep.errors import UserError, UserErrors
 from fewstep.member import Member, member
 from fewstep.observe.observer import Observer, Unobserved
@@ -93,7 +94,7 @@ def trainer_of(plan: Plan, run: RunFolder) -> Iterator[Member | Driver]:
     """What runs the iterations, alone in the run's folder: this process, or the workers that it starts."""
     recipe, ranks = plan.recipe, plan.ranks
     if isinstance(recipe.engine, RaySection):
-        begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute())
+        begin: Begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute())
         cut = partial(is_saved, recipe)
         with run.lock(), Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:
             yield driver

@@ -59,12 +59,22 @@ METHODS: dict[str, Callable[[], Method]] = {
     "streams": lambda: streams(dtype=DOUBLE),
 }
 """Methods at tiny size, by name."""
+OFFLOADED = ("dmd2_fresh_gan", "consistency")
+"""Those whose idle roles sleep on ranks, where they are shards."""
 
 
 def made(name: str, mesh: Mesh | None = None, device: torch.device = CPU) -> ProcessEngine:
-    """Micro-batches of one row on ranks, whole batches in one process."""
+    """Micro-batches of one row on ranks, whole batches in one process; there nothing sleeps."""
     micro_batch = 1 if mesh and name == "sft" else None
-    return engine(METHODS[name](), dtype=DOUBLE, batch=BATCH, mesh=mesh, micro_batch=micro_batch, device=device)
+    return engine(
+        METHODS[name](),
+        dtype=DOUBLE,
+        batch=BATCH,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        device=device,
+        offload=mesh is not None and name in OFFLOADED,
+    )
 
 
 def run(job: str, folder: Path, mesh: Mesh, device: torch.device) -> None:
@@ -91,10 +101,11 @@ def run(job: str, folder: Path, mesh: Mesh, device: torch.device) -> None:
         "moved_away": [
             name
             for name, role in running.roles.items()
-            if isinstance(role, ShardedRole)
+            if isinstance(role, ShardedRole) and not role.weights.asleep
             for weight, parameter in role.network.named_parameters()
             if role._parts[weight].data_ptr() != parameter.detach().to_local().data_ptr()  # type: ignore[attr-defined]
         ],
+        "asleep": [name for name, sleeper in running.sleepers.items() if sleeper.asleep],
         "parts": {name: list(part.shape) for name, part in running.roles["student"].parameters().items()},
     }
     (folder / f"seen-{mesh.ranks.rank}.json").write_text(json.dumps(seen))
@@ -110,7 +121,8 @@ def save(running: ProcessEngine, folder: Path, iteration: int, mesh: Mesh) -> No
 
 def copies(role: Role) -> dict[str, Tensor]:
     """This rank's parts of all weights."""
-    return {n: p.detach().to_local().clone() for n, p in role.network.named_parameters()}  # type: ignore[attr-defined]
+    parts: Any = {name: p.detach().to_local() for name, p in role.network.named_parameters()}  # type: ignore[attr-defined]
+    return {name: role.weights.value(part).clone() for name, part in parts.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

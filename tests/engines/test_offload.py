@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fewstep.engines import offload
+from fewstep.engines.api import EngineSection
 from fewstep.engines.offload import Sleeper, keep_awake
+from fewstep.methods.consistency import Consistency, ConsistencySection
+from fewstep.models.wan.conditioner import LabelCond
+from tests.engines.worlds import SHAPE, assert_same_bits, copied, dmd2, engine, run, sft, streams
 
 
 def network() -> nn.Sequential:
@@ -116,6 +121,90 @@ def test_those_that_are_not_wanted_go_to_sleep_before_the_others_wake(monkeypatc
     assert woken == [0], "nothing was held when the second woke"
     assert [s.asleep for s in sleepers.values()] == [True, False, True]
     assert two[0].tolist() == [1] * 4
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+METHODS = {
+    "sft": sft,
+    "dmd2": dmd2,
+    "streams": streams,
+    "consistency": lambda: Consistency(ConsistencySection(nodes=7)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_whose_idle_roles_sleep_is_one_in_which_all_are_awake(method):
+    """Losses, weights, moments and average to the last bit; the second half goes on from the state of a run asleep."""
+    awake, first, second = (engine(METHODS[method](), offload=offload) for offload in (False, True, True))
+    expected = run(awake, range(3))
+    found = run(first, range(2))
+    assert any(sleeper.asleep for sleeper in first.sleepers.values()) == (method != "sft")
+    first.sleep()
+    second.load(copied(first.state()))
+    found += run(second, [2])
+    for row, other in zip(found, expected, strict=True):
+        assert_same_bits({"row": row}, {"row": other})
+    second.sleep()
+    assert_same_bits(copied(second.state()), copied(awake.state()))
+    assert held([*second.ema.shadows.values(), *second.roles["student"].parameters().values()]) == 0
+    with awake.averaged() as one, second.averaged() as other:
+        assert_same_bits({"student": dict(other.network.state_dict())}, {"student": dict(one.network.state_dict())})
+
+
+def test_in_a_phase_nothing_is_awake_but_what_it_uses(monkeypatch):
+    """The critic's losses are handed the teacher, and do not call it."""
+    made, seen = engine(dmd2(), offload=True), {}
+    made.run(0)
+    for name in ("_record", "_train"):
+
+        def watched(phase, *arguments, plain=getattr(made, name)):
+            result = plain(phase, *arguments)
+            seen[phase.name] = {name for name, sleeper in made.sleepers.items() if not sleeper.asleep}
+            return result
+
+        monkeypatch.setattr(made, name, watched)
+    made.run(1)
+    critic = {"critic", "critic.optimizer", "discriminator", "discriminator.optimizer"}
+    assert seen == {
+        "rollout.0": {"student"},
+        "critic.0": critic,
+        "rollout.1": {"student"},
+        "critic.1": critic,
+        "scores": {"teacher", "critic", "discriminator"},
+        "student": {"student", "student.optimizer", "ema"},
+    }
+
+
+def test_a_role_that_is_asleep_wakes_when_it_is_called():
+    made = engine(dmd2(), offload=True)
+    x_t, sigma, cond = torch.zeros(2, *SHAPE), torch.ones(2, 1), LabelCond(torch.zeros(2, dtype=torch.int64))
+    calls = {
+        "student": lambda: made.roles["student"].velocity(x_t, sigma, cond),
+        "discriminator": lambda: made.roles["discriminator"]((torch.ones(2, 4, 48),)),
+    }
+    for name, call in calls.items():
+        expected = call()
+        made.sleep()
+        assert held(list(made.roles[name].parameters().values())) == 0
+        assert torch.equal(call(), expected)
+        assert [other for other, sleeper in made.sleepers.items() if not sleeper.asleep and sleeper._slabs] == [name]
+
+
+def test_an_engine_whose_roles_all_sleep_wakes_those_that_it_needs():
+    """Without ``offload`` all of them, at the next phase."""
+    made, other = engine(dmd2()), engine(dmd2())
+    for iteration in range(2):
+        assert_same_bits({"row": made.run(iteration)}, {"row": other.run(iteration)})
+        made.sleep()
+        assert all(sleeper.asleep for sleeper in made.sleepers.values())
+    made.run(2)
+    assert not any(sleeper.asleep for sleeper in made.sleepers.values())
+
+
+def test_replayed_graphs_keep_addresses_so_that_nothing_may_sleep():
+    with pytest.raises(ValidationError, match="leave out 'offload'"):
+        EngineSection(compile="graphs", offload=True)
 
 
 @pytest.mark.gpu

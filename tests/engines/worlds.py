@@ -141,6 +141,7 @@ def engine(
     seed: int = 3,
     mesh: Mesh | None = None,
     device: torch.device = CPU,
+    offload: bool = False,
 ) -> ProcessEngine:
     """A new engine; every one of the same arguments is equal to the last bit."""
     at = mesh.ranks if mesh else Ranks()
@@ -170,7 +171,9 @@ def engine(
     average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
     if "ema" in method.roles:
         roles["ema"] = AveragedRole(roles["student"], average)
-    return ProcessEngine(method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch, mesh=mesh)
+    return ProcessEngine(
+        method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch, mesh=mesh, offload=offload
+    )
 
 
 def updates_of(method: Method, iterations: int) -> dict[str, int]:

@@ -116,8 +116,8 @@ def checkpoint_folder(
     except (OSError, SafetensorError) as error:
         free = _free_bytes(checkpoints) / 2**30
         raise UserError(
-            f"{folder}: the checkpoint could not be written: {error}. It needs {needed / 2**30:.3g} GiB, {free:.3g} GiB are "
-            "free; make room, or lower checkpoint.keep_last. The older checkpoints are intact"
+            f"{folder}: the checkpoint could not be written: {error}. It needs {needed / 2**30:.3g} GiB, {free:.3g} "
+            "GiB are free; make room, or lower checkpoint.keep_last. The older checkpoints are intact"
         ) from error
     _retain(checkpoints, keep)
 

@@ -36,6 +36,9 @@ class EngineSection(Section):
     recompute: bool = False
     """Whether a backward pass computes every block of a network again instead of keeping what is inside: much less
     memory for a third more time."""
+    offload: bool = False
+    """Whether what a phase does not use, weights of other roles, moments, the average, waits in the host's memory:
+    less memory of the GPU, for the time that copies take."""
     compile: Literal["blocks", "graphs"] | None = None
     """``blocks`` compiles block by block, for large networks; ``graphs`` whole networks, replayed as CUDA graphs, for
     small ones. The first iterations take minutes."""
@@ -45,6 +48,15 @@ class EngineSection(Section):
         if self.compile == "graphs" and self.micro_batch is not None:
             raise ValueError(
                 "'compile: graphs' runs whole batches; leave out 'micro_batch', or write 'compile: blocks'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_keep_addresses(self) -> EngineSection:
+        if self.compile == "graphs" and self.offload:
+            raise ValueError(
+                "'compile: graphs' needs weights that stay where they are; leave out 'offload', or write "
+                "'compile: blocks'"
             )
         return self
 

@@ -101,12 +101,12 @@ class Sleeper:
         return {storage: place[: storage.nbytes()] for storage, place in zip(storages, places, strict=True)}
 
 
-def keep_awake(sleepers: Mapping[str, Sleeper], names: Iterable[str]) -> None:
-    """Wakes those of ``names``, after all others have gone to sleep."""
-    wanted = set(names)
-    for name, sleeper in sleepers.items():
-        if name not in wanted:
-            sleeper.sleep()
+def keep_awake(sleepers: Mapping[str, Sleeper], names: Iterable[str], *, perhaps: Iterable[str] = ()) -> None:
+    """Wakes those of ``names``, after all others have gone to sleep. perhaps: what may be used too, and stays as it is
+    until then."""
+    wanted, left = set(names), set(perhaps)
+    for name in sleepers.keys() - wanted - left:
+        sleepers[name].sleep()
     for name in wanted:
         sleepers[name].wake()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from fewstep.checkpoint.tensor_file import Later
 from fewstep.data.batches import BatchSource
 from fewstep.engines.mesh import Mesh
+from fewstep.engines.offload import Sleeper, keep_awake
 from fewstep.engines.roles import Role
 from fewstep.methods.api import Method, Phase
 from fewstep.optim.ema import EMA
@@ -55,9 +57,11 @@ class ProcessEngine:
         seed: int,
         micro_batch: int | None = None,
         mesh: Mesh | None = None,
+        offload: bool = False,
     ):
         self.method, self.roles, self.optimizers, self.ema, self.batches = method, roles, optimizers, ema, batches
         self.seed, self.micro_batch, self.mesh = seed, micro_batch, mesh
+        self.offload, self.sleepers = offload, sleepers_of(roles, optimizers, ema)
         self.carries: dict[int, Carry] = {}
         """What the next iteration goes on from, by batch."""
         self._under_way: dict[int, Made] = {}
@@ -84,6 +88,7 @@ class ProcessEngine:
         for name, other in (foreign or {}).items():
             if not torch.equal(other.key, batch.key):
                 raise RuntimeError(f"the record '{name}' for phase '{phase.name}' is not of the rows of its batch")
+        self._ready(phase)
         if phase.gives:
             record = self._record(phase, iteration, batch, records)
             if phase.carries:
@@ -110,23 +115,24 @@ class ProcessEngine:
     def state(self) -> dict[str, dict[str, Any]]:
         """The weights and the optimizer of every trained role, the EMA, and the carries where there are any."""
         groups = {name: self.roles[name].state() for name in self.optimizers}
-        groups |= {
-            f"{name}.optimizer": self.roles[name].whole(optimizer.state())
-            for name, optimizer in self.optimizers.items()
-        }
-        groups |= {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
+        kept = {moments_of(name): (name, optimizer.state()) for name, optimizer in self.optimizers.items()}
         if self.ema is not None:
-            groups["ema"] = self.roles["student"].whole(self.ema.state())
-        return groups
+            kept["ema"] = ("student", self.ema.state())
+        for group, (name, tensors) in kept.items():
+            values = {key: self.sleepers[group].value(tensor) for key, tensor in tensors.items()}
+            groups[group] = self.roles[name].whole(values)
+        return groups | {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """The inverse of :meth:`state`; strict: a missing group or tensor raises KeyError or RuntimeError."""
         self._under_way.clear()
         for name, optimizer in self.optimizers.items():
+            self.wake({name, moments_of(name)})
             self.roles[name].load(state[name])
-            optimizer.load(self.roles[name].cut(state[f"{name}.optimizer"]))
+            optimizer.load(self.roles[name].cut(state[moments_of(name)]))
         if self.ema is None:
             return
+        self.wake({"ema"})
         self.ema.load(self.roles["student"].cut(state["ema"]))
         device = next(self.roles["student"].network.parameters()).device
         mine = self.mesh.my_rows if self.mesh else lambda tensor: tensor
@@ -137,6 +143,34 @@ class ProcessEngine:
             for group, tensors in state.items()
             if group.startswith(CARRY)
         }
+
+    @contextmanager
+    def averaged(self) -> Iterator[Role]:
+        """Inside, the student has its averaged weights; afterwards its own again, bit for bit."""
+        assert self.ema is not None
+        self.wake({"student", "ema"})
+        with self.ema.swapped():
+            yield self.roles["student"]
+
+    def wake(self, names: Iterable[str], perhaps: Iterable[str] = ()) -> None:
+        """Groups of :attr:`sleepers` that are about to be used: all, or with ``offload`` those of ``names``, after
+        the others have gone to sleep. perhaps: roles that are left as they are; a call wakes them."""
+        if self.offload:
+            keep_awake(self.sleepers, names, perhaps=perhaps)
+        else:
+            keep_awake(self.sleepers, self.sleepers)
+
+    def sleep(self) -> None:
+        """All go to sleep, until they are used."""
+        keep_awake(self.sleepers, ())
+
+    def _ready(self, phase: Phase) -> None:
+        """Wakes what the phase trains; the other roles that it is handed wake when they are called, if they are."""
+        handed = {name for name in parameters_of(phase.run) if name in self.sleepers}
+        used = {*phase.trains, *(moments_of(name) for name in phase.trains)}
+        if "ema" in handed or "student" in phase.trains:
+            used |= {"student", "ema"}
+        self.wake(used, handed)
 
     @torch.no_grad()
     def _record(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> Any:
@@ -195,6 +229,19 @@ class ProcessEngine:
                 "carry": rows(self.carries.get(phase.batch), index),
             }
             yield {name: known.get(name) for name in parameters_of(phase.run)}, len(cut.key) / (last - first)
+
+
+def sleepers_of(roles: dict[str, Role], optimizers: dict[str, RoleOptimizer], ema: EMA | None) -> dict[str, Sleeper]:
+    """What can sleep by itself: the weights of every role, the moments of those that are trained, and the average."""
+    found = {name: role.weights for name, role in roles.items()}
+    for name, optimizer in optimizers.items():
+        found[moments_of(name)] = Sleeper(lambda optimizer=optimizer: optimizer.state().values())
+    return found if ema is None else found | {"ema": Sleeper(ema.shadows.values)}
+
+
+def moments_of(name: str) -> str:
+    """The group of tensors that hold the state of a role's optimizer."""
+    return f"{name}.optimizer"
 
 
 @lru_cache(maxsize=256)

@@ -74,8 +74,8 @@ def _begin(ray: Any, section: RaySection, bundles: Sequence[Bundle]) -> None:
         ray.init(**settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"engine.address = {section.address}: Ray cannot be reached: {error}; start it there by `ray start --head`, "
-            "or leave engine.address out"
+            f"engine.address = {section.address}: Ray cannot be reached: {error}; start it there by `ray start "
+            "--head`, or leave engine.address out"
         ) from error
     finally:
         if main:

@@ -72,8 +72,9 @@ class Driver:
         """Of every trained role, how many updates were made and how many skipped."""
         return {name: found for group in self._workers for name, found in self._ask(group, "counters")[0].items()}
 
-    def save(self, checkpoints: Path, meta: Meta, keep: CheckpointSection) -> None:
+    def save(self, checkpoints: Path, meta: Meta | None, keep: CheckpointSection) -> None:
         """Every group writes the files of its roles into one folder, which then is completed."""
+        assert meta is not None  # the driver is the first process of its run
         needed = sum(self._ask(group, "size_bytes")[0] for group in self._workers)
         with checkpoint_folder(checkpoints, meta.iteration, meta.to_json(), keep, needed) as folder:
             for group in self._workers:
@@ -130,8 +131,8 @@ class Driver:
         self._open.close()
 
     def _order(self, iteration: int) -> list[Step]:
-        """What is handed out for an iteration: with ``overlap`` its own work and, before that, the leading phases of the
-        next one, which need not wait."""
+        """What is handed out for an iteration: its phases and, with ``overlap``, the leading ones of the next iteration
+        among them, which need not wait."""
         mine = steps(self.method, self.groups, iteration)
         if self.section.layout == "colocated":
             return in_turns(mine)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fewstep.engines.mesh import RankError
@@ -76,7 +77,7 @@ class Workers:
 
     def __init__(self, group: Group, placed: Any, bundles: Sequence[int], gpus: float, logs: Path | None):
         self.group, self.seats = group, list[Seat]()
-        actor = ray.remote(concurrency_groups={"pulse": 1})(Worker)
+        actor: Any = ray.remote(concurrency_groups={"pulse": 1})(Worker)  # type: ignore[call-overload]
         self._logs = [logs / f"{group.name}-{rank}.log" if logs else None for rank in range(group.size)]
         self._actors = [
             actor.options(
@@ -152,7 +153,7 @@ class _Watch:
         if silent:
             return
         asked, self._asked, self._next = self._asked, {}, now + PULSE_S
-        with suppress(ray.exceptions.RayError):  # a worker that died is found by its call
+        with suppress(RayError):  # a worker that died is found by its call
             self._refuse_stalled({asked[ref]: answer for ref, answer in zip(answered, ray.get(answered), strict=True)})
 
     def _refuse_stalled(self, answers: Mapping[Seat, Mapping[str, Any]]) -> None:
@@ -182,14 +183,14 @@ def _told(failures: Sequence[tuple[Seat, Exception]]) -> Exception:
 
     def rank(failure: tuple[Seat, Exception]) -> int:
         error = failure[1]
-        if isinstance(error, ray.exceptions.RayActorError):
+        if isinstance(error, RayActorError):
             return 0
         return 2 if isinstance(error, RankError) else 1
 
     seat, error = min(failures, key=rank)
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayActorError):
         return WorkerError(f"{seat} died: killed, or crashed{seat.last_words()}")
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, (UserError, OSError)):
         return cause
     return WorkerError(f"{seat} failed: {type(cause).__name__}: {cause}")

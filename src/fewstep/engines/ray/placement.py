@@ -60,13 +60,13 @@ class RaySection(EngineSection):
     machine for the run alone."""
     layout: Literal["shared", "split", "colocated"] = "shared"
     """``shared``: every worker holds a part of every role. ``split``: the critic group has teacher, critic and
-    discriminator on GPUs of its own, the student group the student. ``colocated``: the same two groups on the same GPUs,
-    one asleep in the memory of the host while the other computes."""
+    discriminator on GPUs of its own, the student group the student. ``colocated``: the same two groups on the same
+    GPUs, one asleep in the memory of the host while the other computes."""
     groups: GroupsSection = GroupsSection()
     """How many workers each group has."""
     overlap: bool = False
-    """With ``split``: the student group makes the samples of the next iteration while the critic group works on those of
-    this one; they come from weights that are one update older."""
+    """With ``split``: the student group makes the samples of the next iteration while the critic group works on those
+    of this one; they come from weights that are one update older."""
     max_restarts: int = Field(default=0, ge=0)
     """How often the run goes on by itself from its newest complete checkpoint after a worker failed."""
 
@@ -111,7 +111,8 @@ def groups_of(section: RaySection, method: Method, iterations: int, device: torc
         found: tuple[Group, ...] = (Group(ALL, method.roles, section.groups.all or _everything(device)),)
     else:
         homes, sizes = split(method, iterations), section.groups
-        assert sizes.critic is not None and sizes.student is not None  # the section has seen to it
+        assert sizes.critic is not None  # the section has seen to it
+        assert sizes.student is not None
         found = (Group(CRITIC, homes[CRITIC], sizes.critic), Group(STUDENT, homes[STUDENT], sizes.student))
     for group in found:
         _refuse_device(group, device)
@@ -159,8 +160,8 @@ def _refuse_travelling_carry(phases: Sequence[Phase], method: Method, with_stude
     for phase in phases:
         if made and "carry" in parameters_of(phase.run) and {set(roles_of(phase, method)) <= set(with_student)} != made:
             raise UserError(
-                f"engine.layout: phase '{phase.name}' takes what the rollouts of the other group go on from, which stays "
-                "there; write engine.layout=shared"
+                f"engine.layout: phase '{phase.name}' takes what the rollouts of the other group go on from, which "
+                "stays there; write engine.layout=shared"
             )
 
 

@@ -31,10 +31,9 @@ STORE_S = 300.0
 class Share(Protocol):
     """What a worker contributes to a run."""
 
-    @property
-    def engine(self) -> ProcessEngine: ...
+    engine: ProcessEngine
 
-    def validate(self, iteration: int) -> dict[str, float]:
+    def validate(self, iteration: int) -> Mapping[str, float]:
         """Results of the averaged student; called on every worker of the student's group."""
         ...
 
@@ -191,7 +190,8 @@ def _write_to(log: Path) -> None:
     """Everything that this process says from now on goes into a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
