@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,16 +22,23 @@ Bundle = dict[str, float]
 def cluster(section: RaySection, bundles: Sequence[Bundle]) -> Iterator[Any]:
     """Inside, Ray runs and has set ``bundles`` aside, which it yields as a placement group.
 
-    A Ray that was started for the run ends with it, and every process of it. Raises UserError where Ray is not
-    installed, cannot be reached, or has no room.
+    A Ray that was started for the run ends with it, and every process of it; one that this program uses already stays.
+    Raises UserError where Ray is not installed, cannot be reached, or has no room.
     """
     ray = imported()
-    _begin(ray, section, bundles)
+    begun = not ray.is_initialized()
+    if begun:
+        _begin(ray, section, bundles)
+    placed = None
     try:
-        yield _set_aside(ray, bundles)
+        placed = _set_aside(ray, bundles)
+        yield placed
     finally:
         with suppress(Exception):
-            ray.shutdown()
+            if placed is not None:
+                ray.util.remove_placement_group(placed)
+            if begun:
+                ray.shutdown()
 
 
 def imported() -> Any:
@@ -68,6 +76,8 @@ def _begin(ray: Any, section: RaySection, bundles: Sequence[Bundle]) -> None:
     if section.address is None:
         cpus = max(os.cpu_count() or 1, -int(-sum(bundle["CPU"] for bundle in bundles) // 1))
         settings |= {"include_dashboard": False, "num_cpus": cpus}
+    found = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # workers find the modules that this program finds
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -78,6 +88,7 @@ def _begin(ray: Any, section: RaySection, bundles: Sequence[Bundle]) -> None:
             "--head`, or leave engine.address out"
         ) from error
     finally:
+        os.environ.pop("PYTHONPATH") if found is None else os.environ.update(PYTHONPATH=found)
         if main:
             signal.signal(signal.SIGTERM, handler)  # Ray takes it away
 

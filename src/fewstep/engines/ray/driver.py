@@ -50,6 +50,16 @@ class Driver:
         """The iterations whose leading phases were handed out before their turn."""
         self._awake = ""
 
+    def begin(self, method: Method, groups: Sequence[Group], begin: Begin) -> None:
+        """Every worker makes its share of a run, in place of an earlier one; ``groups`` are as large as before."""
+        self.method, self.groups = method, tuple(groups)
+        self._sent, self._ahead = {}, set()
+        for group in self.groups:
+            workers = self._workers[group.name]
+            self._turn(group.name)
+            self._calls |= workers.call("begin", begin, group, workers.meeting())
+        self._settle()
+
     def run(self, iteration: int) -> dict[str, float]:
         """All phases of one iteration. Returns its metrics, and how long each group waited for the others."""
         for step in self._order(iteration):
@@ -117,11 +127,9 @@ class Driver:
         share = 0.0 if not gpus else 0.5 if together else 1.0
         for group in self.groups:
             self._workers[group.name] = Workers(group, placed, places[group.name], share, self._logs)
-        for name, workers in self._workers.items():
+        for workers in self._workers.values():
             workers.arrive()
-            self._turn(name)
-            self._calls |= workers.call("begin", self._begin, workers.meeting())
-        self._settle()
+        self.begin(self.method, self.groups, self._begin)
 
     def _end(self) -> None:
         if self._workers:

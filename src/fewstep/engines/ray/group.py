@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fewstep.engines.mesh import RankError
+from fewstep.engines.mesh import RankError, Ranks
 from fewstep.engines.ray.placement import Group
 from fewstep.engines.ray.worker import Worker
 from fewstep.errors import UserError
@@ -77,6 +77,7 @@ class Workers:
 
     def __init__(self, group: Group, placed: Any, bundles: Sequence[int], gpus: float, logs: Path | None):
         self.group, self.seats = group, list[Seat]()
+        self._meeting: tuple[str, int] | None = None
         actor: Any = ray.remote(concurrency_groups={"pulse": 1})(Worker)  # type: ignore[call-overload]
         self._logs = [logs / f"{group.name}-{rank}.log" if logs else None for rank in range(group.size)]
         self._actors = [
@@ -85,7 +86,7 @@ class Workers:
                 num_gpus=gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle),
-            ).remote(group, rank, str(log) if log else None)
+            ).remote(group.name, Ranks(rank, group.size), str(log) if log else None)
             for rank, (bundle, log) in enumerate(zip(bundles, self._logs, strict=True))
         ]
 
@@ -97,7 +98,9 @@ class Workers:
 
     def meeting(self) -> tuple[str, int] | None:
         """Where they meet; None where there is one."""
-        return ray.get(self._actors[0].open_store.remote(), timeout=START_S) if len(self._actors) > 1 else None
+        if len(self._actors) > 1 and self._meeting is None:
+            self._meeting = ray.get(self._actors[0].open_store.remote(), timeout=START_S)
+        return self._meeting
 
     def call(self, method: str, *arguments: Any) -> dict[Any, Seat]:
         """The same call on every worker: what each will return, and who returns it."""

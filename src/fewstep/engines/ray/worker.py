@@ -45,12 +45,14 @@ Begin = Callable[[Group, Ranks, Any], AbstractContextManager[Share]]
 class Worker:
     """The actor. Calls come one after the other; :meth:`pulse` answers beside them."""
 
-    def __init__(self, group: Group, rank: int, log: str | None):
-        self.group, self.ranks = group, Ranks(rank, group.size)
+    def __init__(self, name: str, ranks: Ranks, log: str | None):
+        """name: of the group."""
+        self.name, self.ranks = name, ranks
         self._running: tuple[str, float] | None = None
         self._idle_since, self._waited_s = time.monotonic(), 0.0
         self._failed: BaseException | None = None
-        self._open, self._store, self._share = ExitStack(), None, None
+        self._open, self._share, self._begun = ExitStack(), None, 0
+        self._store: dist.Store | None = None
         if log:
             _write_to(Path(log))
         faulthandler.enable()
@@ -62,15 +64,19 @@ class Worker:
     def open_store(self) -> tuple[str, int]:
         """On the first worker: opens what the workers of the group meet through, and says where it is."""
         host = _node_address()
-        self._store = dist.TCPStore(host, 0, self.ranks.world, True, timedelta(seconds=STORE_S), wait_for_workers=False)
-        return host, self._store.port
+        store = dist.TCPStore(host, 0, self.ranks.world, True, timedelta(seconds=STORE_S), wait_for_workers=False)
+        self._store = store
+        return host, store.port
 
-    def begin(self, begin: Begin, meeting: tuple[str, int] | None) -> None:
-        """Makes the engine of this worker."""
-        with self._call("start"):
+    def begin(self, begin: Begin, group: Group, meeting: tuple[str, int] | None) -> None:
+        """Makes the engine of this worker, in place of an earlier one. ``meeting``: where the first worker is."""
+        self._failed, self._share, self._begun = None, None, self._begun + 1
+        with self._call("the start"):
+            self._open.close()
             if meeting and self._store is None:
                 self._store = dist.TCPStore(*meeting, self.ranks.world, False, timedelta(seconds=STORE_S))
-            self._share = self._open.enter_context(begin(self.group, self.ranks, self._store))
+            store = dist.PrefixStore(str(self._begun), self._store) if self._store else None
+            self._share = self._open.enter_context(begin(group, self.ranks, store))
 
     def perform(
         self, iteration: int, index: int, takes: Mapping[str, int], takers: tuple[int, ...], *parcels: Parcel
@@ -95,7 +101,7 @@ class Worker:
         with self._call(f"the end of iteration {iteration + 1}"):
             metrics = {name: float(value) for name, value in self._engine.finish(iteration).items()}
             waited_s, self._waited_s = self._waited_s, 0.0
-            return metrics | {f"{self.group.name}/waiting_s": waited_s}
+            return metrics | {f"{self.name}/waiting_s": waited_s}
 
     def validate(self, iteration: int) -> dict[str, float]:
         with self._call(f"the validation at iteration {iteration}"):
