@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,24 @@ from fewstep.engines.mesh import Ranks, join
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.ray.placement import Group
 from fewstep.methods.api import Method, Phase
+from fewstep.methods.diffusion_forcing import DiffusionForcing, DiffusionForcingSection
+from fewstep.methods.ode_init import OdeInit, OdeInitSection
 from tests.engines.rank_worker import BATCH, CPU, DOUBLE, METHODS
-from tests.engines.worlds import engine
+from tests.engines.worlds import LADDER, dmd2, engine
+
+
+CASES: dict[str, Callable[[], Method]] = {
+    **METHODS,
+    "dmd2_separate": lambda: dmd2(DOUBLE, gan=None, critic_batches="separate", critic_warmup_updates=3),
+    "diffusion_forcing": lambda: DiffusionForcing(DiffusionForcingSection(cond_dropout=0.5, given_frames=1)),
+    "ode_init": lambda: OdeInit(OdeInitSection(nodes=10, shift=1.0), LADDER),
+}
+"""Methods at tiny size, by name."""
+
+
+def made(name: str, batch: int = BATCH, **how: Any) -> ProcessEngine:
+    """The engine of one process, or of a worker."""
+    return engine(CASES[name](), dtype=DOUBLE, batch=batch, **how)
 
 
 @dataclass
@@ -32,6 +48,7 @@ class Share:
 
     def validate(self, iteration: int) -> dict[str, float]:
         del iteration
+        self.engine.wake(())
         return {
             f"moved/{name}": float(any(not torch.equal(value, self.begun[name][key]) for key, value in now.items()))
             for name, now in weights(self.engine).items()
@@ -42,7 +59,6 @@ def weights(made: ProcessEngine) -> dict[str, dict[str, Tensor]]:
     return {
         name: {n: getattr(p.detach(), "to_local", p.detach)().clone() for n, p in role.network.named_parameters()}
         for name, role in made.roles.items()
-        if not role.weights.asleep
     }
 
 
@@ -51,10 +67,10 @@ def share(name: str, batch: int, trouble: str, group: Group, ranks: Ranks, store
     """``trouble``: ``WORKER KIND FOLDER``, what becomes of one of the workers in its third iteration, once."""
     torch.set_num_threads(1)
     with join(ranks, CPU, timeout_s=30.0, store=store) as mesh:
-        made = engine(METHODS[name](), dtype=DOUBLE, batch=batch, mesh=mesh, only=group.roles)
+        running = made(name, batch, mesh=mesh, only=group.roles)
         if trouble.split()[:1] == [f"{group.name}/{ranks.rank}"]:
-            break_down(made, *trouble.split()[1:])
-        yield Share(made, weights(made))
+            break_down(running, *trouble.split()[1:])
+        yield Share(running, weights(running))
 
 
 def break_down(made: ProcessEngine, kind: str, folder: str) -> None:
@@ -77,7 +93,3 @@ def break_down(made: ProcessEngine, kind: str, folder: str) -> None:
 
 def begin(name: str, batch: int = BATCH, trouble: str = "") -> Any:
     return partial(share, name, batch, trouble)
-
-
-def method(name: str) -> Method:
-    return METHODS[name]()

@@ -28,7 +28,7 @@ def cluster(section: RaySection, bundles: Sequence[Bundle]) -> Iterator[Any]:
     ray = imported()
     begun = not ray.is_initialized()
     if begun:
-        _begin(ray, section, bundles)
+        start(section, bundles)
     placed = None
     try:
         placed = _set_aside(ray, bundles)
@@ -69,7 +69,9 @@ def bundles_of(section: RaySection, groups: Sequence[Group], gpus: bool) -> tupl
     return found, places
 
 
-def _begin(ray: Any, section: RaySection, bundles: Sequence[Bundle]) -> None:
+def start(section: RaySection, bundles: Sequence[Bundle]) -> None:
+    """Starts Ray on this machine, or joins the cluster that the section names."""
+    ray = imported()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     settings: dict[str, Any] = {"address": section.address or "local", "log_to_driver": False, "logging_level": "ERROR"}

@@ -109,7 +109,7 @@ class Driver:
         self._end()
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[Any]:
         """All workers."""
         return [seat for workers in self._workers.values() for seat in workers.seats]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ STORE_S = 300.0
 """How long the workers of a group wait for each other to begin."""
 
 
+@runtime_checkable
 class Share(Protocol):
     """What a worker contributes to a run."""
 
