@@ -56,6 +56,7 @@ class Worker:
         self._store: dist.Store | None = None
         if log:
             _write_to(Path(log))
+            print(f"{name}/{ranks.rank}: process {os.getpid()} on {socket.gethostname()}", flush=True)
         faulthandler.enable()
 
     def place(self) -> dict[str, Any]:
