@@ -34,7 +34,9 @@ def rollout(num: int = ROWS) -> Rollout:
     draw = torch.Generator().manual_seed(1)
     shape = (num, 1, 2, 3, 5)
     x_stop, x0 = (torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(2))
-    return Rollout(12 + torch.arange(num), 2, x_stop, torch.rand(num, 1, generator=draw), x0.bfloat16().float(), given=0)
+    return Rollout(
+        12 + torch.arange(num), 2, x_stop, torch.rand(num, 1, generator=draw), x0.bfloat16().float(), given=0
+    )
 
 
 def sent(record: Any, senders: int, takers: int) -> list[list[Parcel]]:
