@@ -134,7 +134,7 @@ def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layou
 def test_overlap_equals_the_same_staleness_in_one_process(fleet: Fleet, tmp_path: Path, case: str):
     """The rollouts of an iteration are made before the update of the one before; that is all that differs."""
     driver, one = fleet.driver("overlap", case), made(case)
-    rows = [driver.run(iteration) for iteration in range(ITERATIONS)]
+    rows = rows_of(driver)
     emulated(one, driver)
     assert_close(saved(driver, tmp_path), copied(one.state()))
     if case == "consistency":
@@ -142,6 +142,10 @@ def test_overlap_equals_the_same_staleness_in_one_process(fleet: Fleet, tmp_path
         for iteration in range(ITERATIONS):
             row = {name: float(value) for name, value in plain.run(iteration).items()}
             assert without_waits(rows[iteration]) == pytest.approx(row, rel=1e-9, abs=1e-9), "nothing is stale"
+
+
+def rows_of(driver: Driver) -> list[dict[str, float]]:
+    return [driver.run(iteration) for iteration in range(ITERATIONS)]
 
 
 def emulated(one: ProcessEngine, driver: Driver) -> None:
@@ -215,11 +219,9 @@ def test_a_worker_that_fails_or_stalls_is_named_and_none_is_left(
     case = "dmd2_shared"
     groups = groups_of(section, CASES[case](), ITERATIONS, CPU)
     with Driver(section, CASES[case](), groups, begin(case, trouble=f"{trouble} {tmp_path}")) as driver:
-        driver.run(0)
-        driver.run(1)
         began, seats = time.monotonic(), driver.seats
         with pytest.raises(RankError) as caught:
-            driver.run(2)
+            rows_of(driver)
     assert time.monotonic() - began < 30
     assert all(re.search(word, str(caught.value)) for word in words), str(caught.value)
     assert not any(group.lives(seat.place["pid"]) for seat in seats)
