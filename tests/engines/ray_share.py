@@ -24,7 +24,6 @@ from fewstep.methods.ode_init import OdeInit, OdeInitSection
 from tests.engines.rank_worker import BATCH, CPU, DOUBLE, METHODS
 from tests.engines.worlds import LADDER, dmd2, engine
 
-
 CASES: dict[str, Callable[[], Method]] = {
     **METHODS,
     "dmd2_separate": lambda: dmd2(DOUBLE, gan=None, critic_batches="separate", critic_warmup_updates=3),
