@@ -156,14 +156,17 @@ def test_in_a_phase_nothing_is_awake_but_what_it_uses(monkeypatch):
     """The critic's losses are handed the teacher, and do not call it."""
     made, seen = engine(dmd2(), offload=True), {}
     made.run(0)
-    for name in ("_record", "_train"):
 
-        def watched(phase, *arguments, plain=getattr(made, name)):
+    def watched(plain):
+        def watching(phase, *arguments):
             result = plain(phase, *arguments)
             seen[phase.name] = {name for name, sleeper in made.sleepers.items() if not sleeper.asleep}
             return result
 
-        monkeypatch.setattr(made, name, watched)
+        return watching
+
+    for name in ("_record", "_train"):
+        monkeypatch.setattr(made, name, watched(getattr(made, name)))
     made.run(1)
     critic = {"critic", "critic.optimizer", "discriminator", "discriminator.optimizer"}
     assert seen == {

@@ -155,25 +155,29 @@ class Mesh:
 
 
 @contextmanager
-def join(ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1) -> Iterator[Mesh | None]:
+def join(
+    ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1, store: dist.Store | None = None
+) -> Iterator[Mesh | None]:
     """Inside, this process is one of a group; None where it is the only one.
 
     device: of this rank; nccl moves what lies on GPUs, gloo what lies in the host's memory. timeout_s: how long a rank
-    waits for the others. replicas: groups of ranks that each hold all weights. An error inside is told to the other
-    ranks, which raise RankError with this rank's name; so does a rank that waited in vain.
+    waits for the others. replicas: groups of ranks that each hold all weights. store: through which the ranks find each
+    other; left out, that of the launcher. An error inside is told to the other ranks, which raise RankError with this
+    rank's name; so does a rank that waited in vain.
     """
     if ranks.world == 1:
         yield None
         return
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    if store is None:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    names, sizes = ("shard",), (world,)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
+    names, sizes = ("shard",), (ranks.world,)
     if replicas > 1:
-        names, sizes = ("replicate", "shard"), (replicas, world // replicas)
+        names, sizes = ("replicate", "shard"), (replicas, ranks.world // replicas)
     mesh = Mesh(ranks, init_device_mesh(device.type, sizes, mesh_dim_names=names), store)
     try:
         yield mesh

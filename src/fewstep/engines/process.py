@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,10 +28,22 @@ CARRY = "carry."
 """Before the number of the batch whose carry a group of the state is."""
 
 
+@dataclass
+class Made:
+    """What the phases of an iteration have made so far."""
+
+    records: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    carries: dict[int, Carry | None] = field(default_factory=dict)
+
+
 class ProcessEngine:
     """Binds roles, records and batches to the phases of ``method``; owns backward, steps, EMA and micro-batches.
 
-    mesh: the ranks, where there are several. Each runs its rows of every batch on roles cut over all of them.
+    roles: those of the method; of an engine that runs some of the phases alone, the roles of these. ema: None where the
+    student is not among them. mesh: the ranks, where there are several. Each runs its rows of every batch on roles cut
+    over all of them.
     """
 
     def __init__(
@@ -38,7 +51,7 @@ class ProcessEngine:
         method: Method,
         roles: dict[str, Role],
         optimizers: dict[str, RoleOptimizer],
-        ema: EMA,
+        ema: EMA | None,
         batches: BatchSource,
         *,
         seed: int,
@@ -51,54 +64,75 @@ class ProcessEngine:
         self.offload, self.sleepers = offload, sleepers_of(roles, optimizers, ema)
         self.carries: dict[int, Carry] = {}
         """What the next iteration goes on from, by batch."""
+        self._under_way: dict[int, Made] = {}
 
     def run(self, iteration: int) -> dict[str, Tensor]:
         """All phases of one iteration. Metrics stay on the device: means over the iteration, of counters the last."""
-        records: dict[str, Any] = {}
-        metrics: dict[str, list[Tensor]] = {}
-        batches: dict[int, Batch] = {}
-        carries: dict[int, Carry | None] = {}
         for phase in self.method.phases(iteration):
-            if torch.cuda.is_available():  # the call loads the compiler, which takes seconds
-                torch.compiler.cudagraph_mark_step_begin()
-            if phase.batch not in batches:
-                batches[phase.batch] = self.batches.batch(iteration, phase.batch)
-            batch = batches[phase.batch]
-            self._ready(phase)
-            if phase.gives:
-                made = self._record(phase, iteration, batch, records)
-                if phase.carries:
-                    made, carries[phase.batch] = made
-                records[phase.gives] = made
-                losses = getattr(records[phase.gives], "losses", {})
-                report = {name: values.mean() for name, values in losses.items()}
-                if self.mesh:
-                    report = self.mesh.mean(report)
-            else:
-                report = self._train(phase, iteration, batch, records)
-            for name, value in report.items():
-                metrics.setdefault(name, []).append(value)
-        self.carries = {slot: carry for slot, carry in carries.items() if carry is not None}
+            self.perform(phase, iteration)
+        return self.finish(iteration)
+
+    def perform(self, phase: Phase, iteration: int, foreign: Mapping[str, Any] | None = None) -> Any:
+        """One phase of an iteration; returns the record that it gives, or None.
+
+        ``foreign``: records that another engine made, by name, in place of this one's own. Several iterations may be
+        under way, their phases in any order that gives each what it takes.
+        """
+        if torch.cuda.is_available():  # the call loads the compiler, which takes seconds
+            torch.compiler.cudagraph_mark_step_begin()
+        made = self._under_way.setdefault(iteration, Made())
+        if phase.batch not in made.batches:
+            made.batches[phase.batch] = self.batches.batch(iteration, phase.batch)
+        batch, record = made.batches[phase.batch], None
+        records = made.records | dict(foreign or {})
+        for name, other in (foreign or {}).items():
+            if not torch.equal(other.key, batch.key):
+                raise RuntimeError(f"the record '{name}' for phase '{phase.name}' is not of the rows of its batch")
+        self._ready(phase)
+        if phase.gives:
+            record = self._record(phase, iteration, batch, records)
+            if phase.carries:
+                record, made.carries[phase.batch] = record
+            made.records[phase.gives] = record
+            report = {name: values.mean() for name, values in getattr(record, "losses", {}).items()}
+            if self.mesh:
+                report = self.mesh.mean(report)
+        else:
+            report = self._train(phase, iteration, batch, records)
+        for name, value in report.items():
+            made.metrics.setdefault(name, []).append(value)
+        return record
+
+    def finish(self, iteration: int) -> dict[str, Tensor]:
+        """Ends an iteration whose phases are done, and returns its metrics as :meth:`run` does."""
+        made = self._under_way.pop(iteration, Made())
+        self.carries = {slot: carry for slot, carry in made.carries.items() if carry is not None}
         return {
             name: values[-1] if name.endswith(("/lr", "/updates", "/skipped")) else torch.stack(values).mean()
-            for name, values in metrics.items()
+            for name, values in made.metrics.items()
         }
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The weights and the optimizer of every trained role, the EMA, and the carries where there are any."""
         groups = {name: self.roles[name].state() for name in self.optimizers}
         kept = {moments_of(name): (name, optimizer.state()) for name, optimizer in self.optimizers.items()}
-        for group, (name, tensors) in (kept | {"ema": ("student", self.ema.state())}).items():
+        if self.ema is not None:
+            kept["ema"] = "student", self.ema.state()
+        for group, (name, tensors) in kept.items():
             values = {key: self.sleepers[group].value(tensor) for key, tensor in tensors.items()}
             groups[group] = self.roles[name].whole(values)
-        return groups | {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
+        groups |= {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
+        return groups
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """The inverse of :meth:`state`; strict: a missing group or tensor raises KeyError or RuntimeError."""
+        self._under_way.clear()
         for name, optimizer in self.optimizers.items():
             self.wake({name, moments_of(name)})
             self.roles[name].load(state[name])
             optimizer.load(self.roles[name].cut(state[moments_of(name)]))
+        if self.ema is None:
+            return
         self.wake({"ema"})
         self.ema.load(self.roles["student"].cut(state["ema"]))
         device = next(self.roles["student"].network.parameters()).device
@@ -114,6 +148,7 @@ class ProcessEngine:
     @contextmanager
     def averaged(self) -> Iterator[Role]:
         """Inside, the student has its averaged weights; afterwards its own again, bit for bit."""
+        assert self.ema is not None
         self.wake({"student", "ema"})
         with self.ema.swapped():
             yield self.roles["student"]
@@ -161,7 +196,7 @@ class ProcessEngine:
         for name in phase.trains:
             report = self.optimizers[name].step(norms[name], finite)
             metrics |= {f"{name}/{key}": value for key, value in report.items()}
-        if "student" in phase.trains:
+        if self.ema is not None and "student" in phase.trains:
             self.ema.update(self.optimizers["student"].updates, finite)
         return metrics
 
@@ -197,12 +232,12 @@ class ProcessEngine:
             yield {name: known.get(name) for name in parameters_of(phase.run)}, len(cut.key) / (last - first)
 
 
-def sleepers_of(roles: dict[str, Role], optimizers: dict[str, RoleOptimizer], ema: EMA) -> dict[str, Sleeper]:
+def sleepers_of(roles: dict[str, Role], optimizers: dict[str, RoleOptimizer], ema: EMA | None) -> dict[str, Sleeper]:
     """What can sleep by itself: the weights of every role, the moments of those that are trained, and the average."""
-    found = {name: role.weights for name, role in roles.items()}
+    found = {name: role.weights for name, role in roles.items() if name != "ema"}
     for name, optimizer in optimizers.items():
         found[moments_of(name)] = Sleeper(lambda optimizer=optimizer: optimizer.state().values())
-    return found | {"ema": Sleeper(ema.shadows.values)}
+    return found | ({"ema": Sleeper(ema.shadows.values)} if ema is not None else {})
 
 
 def moments_of(name: str) -> str:
