@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old``, which stands once in ``file`` (below ``src/fewstep``), becomes ``new``; then one of ``tests`` (pytest's
-    ids, below ``tests``) must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from tests.mutants.many_ranks import MANY_RANKS
+from tests.mutants.mutant import Mutant
 
 # fmt: off
 FLOW = (
@@ -412,8 +400,8 @@ STREAMS = (
 
 ENGINE = (
     Mutant("ema-on-critic-updates", "engines/process.py",
-           'if "student" in phase.trains:',
-           "if phase.trains:",
+           'if self.ema is not None and "student" in phase.trains:',
+           "if self.ema is not None and phase.trains:",
            ("engines/test_process.py::test_the_average_ticks_on_the_students_updates_alone",)),
     Mutant("micro-batches-not-weighted", "engines/process.py",
            "values.mean() * share for",
@@ -799,5 +787,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *ODE,
     *CAUSAL_ROLLOUT,
     *RANKS,
+    *MANY_RANKS,
     *LATENTS,
 )

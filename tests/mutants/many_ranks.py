@@ -1,0 +1,53 @@
+"""Mutants of what makes large runs fit: idle roles that sleep, saving beside training, tokens cut over ranks."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+# fmt: off
+OFFLOAD = (
+    Mutant("sleeper-holds-its-memory", "engines/offload.py",
+           "            storage.resize_(0)\n",
+           "            pass\n",
+           ("engines/test_offload.py::"
+            "test_a_tensor_wakes_as_the_same_object_with_the_same_bits_and_held_nothing_meanwhile",)),
+    Mutant("sleeper-wakes-with-other-values", "engines/offload.py",
+           "_values(storage).copy_(place, non_blocking=True)",
+           "_values(storage).zero_()",
+           ("engines/test_offload.py::"
+            "test_a_tensor_wakes_as_the_same_object_with_the_same_bits_and_held_nothing_meanwhile",)),
+    Mutant("places-overlap", "engines/offload.py",
+           "strict=True) for place in slab.split(run)]",
+           "strict=True) for place in [slab] * len(run)]",
+           ("engines/test_offload.py::test_values_lie_in_slabs_that_are_kept_from_one_sleep_to_the_next",)),
+    Mutant("value-of-a-view-is-that-of-its-storage", "engines/offload.py",
+           "tensor.element_size() + int(tensor.storage_offset())",
+           "tensor.element_size()",
+           ("engines/test_offload.py::test_views_of_one_storage_sleep_once_and_stay_views_of_it",)),
+    Mutant("wakes-before-others-sleep", "engines/offload.py",
+           "    for name in sleepers.keys() - wanted - left:\n        sleepers[name].sleep()\n"
+           "    for name in wanted:\n        sleepers[name].wake()\n",
+           "    for name in wanted:\n        sleepers[name].wake()\n"
+           "    for name in sleepers.keys() - wanted - left:\n        sleepers[name].sleep()\n",
+           ("engines/test_offload.py::test_those_that_are_not_wanted_go_to_sleep_before_the_others_wake",)),
+    Mutant("all-stay-awake", "engines/process.py",
+           "keep_awake(self.sleepers, names, perhaps=perhaps)",
+           "keep_awake(self.sleepers, self.sleepers)",
+           ("engines/test_offload.py::test_in_a_phase_nothing_is_awake_but_what_it_uses",)),
+    Mutant("average-asleep-while-it-ticks", "engines/process.py",
+           'if "ema" in handed or "student" in phase.trains:',
+           'if "ema" in handed:',
+           ("engines/test_offload.py::test_in_a_phase_nothing_is_awake_but_what_it_uses",)),
+    Mutant("called-asleep", "engines/roles.py",
+           "        self.weights.wake()\n        return self.network(features)",
+           "        return self.network(features)",
+           ("engines/test_offload.py::test_a_role_that_is_asleep_wakes_when_it_is_called",)),
+    Mutant("state-of-what-sleeps", "engines/roles.py",
+           "{name: self.weights.value(tensor) for name, tensor in self.network.state_dict().items()}",
+           "dict(self.network.state_dict())",
+           ("engines/test_offload.py::test_a_run_whose_idle_roles_sleep_is_one_in_which_all_are_awake",)),
+)
+
+# fmt: on
+
+MANY_RANKS: tuple[Mutant, ...] = OFFLOAD
