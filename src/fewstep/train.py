@@ -18,9 +18,10 @@ from rich.console import Console
 from fewstep import __version__
 from fewstep.assemble import assemble
 from fewstep.checkpoint.atomic import replace_text
+from fewstep.checkpoint.background import Saver
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
-from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint, take_part
+from fewstep.checkpoint.save import load_checkpoint, newest_complete, take_part
 from fewstep.config import dump_recipe
 from fewstep.data.sources import open_dataset
 from fewstep.engines.mesh import Mesh, join
@@ -49,7 +50,8 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
     group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
     lock = run.lock() if ranks.first else nullcontext()
-    with group as mesh, lock, StopRequest() if ranks.first else StopRequest("") as stop:
+    saving = Saver(run.checkpoints, recipe.checkpoint)
+    with group as mesh, lock, StopRequest() if ranks.first else StopRequest("") as stop, saving as saver:
         engine = assemble(plan, mesh)
         check = validator(plan, engine, run)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
@@ -63,12 +65,14 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
                 metrics = engine.run(iteration)
                 iteration += 1
                 observer.train(iteration, metrics, recipe.data.batch)
+                saver.check()
                 if iteration == recipe.iterations or iteration % recipe.checkpoint.every == 0:
-                    saved = save(engine, plan, run, observer, iteration)
+                    saved = save(engine, plan, saver, observer, iteration)
                 if due(iteration):
                     validate(check, engine, observer, iteration)
             if saved != iteration:
-                save(engine, plan, run, observer, iteration)
+                save(engine, plan, saver, observer, iteration)
+            saver.wait()
             refuse_barren(engine)
             go_on = go_on or f"fewstep train --resume {run.path}"
             farewell = f"Checkpoint saved. Go on with: {go_on}"
@@ -146,8 +150,8 @@ def refuse_barren(engine: ProcessEngine) -> None:
         )
 
 
-def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer | Unobserved, iteration: int) -> int:
-    """Writes the checkpoint of ``iteration``; returns that number."""
+def save(engine: ProcessEngine, plan: Plan, saver: Saver, observer: Observer | Unobserved, iteration: int) -> int:
+    """Writes the checkpoint of ``iteration``, or hands it to the writer; returns that number."""
     if isinstance(observer, Unobserved):
         take_part(engine.state())
         return iteration
@@ -166,7 +170,7 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer |
             time_s=observer.clock.elapsed_s,
             versions=versions(),
         )
-        save_checkpoint(run.checkpoints, iteration, engine.state(), meta.to_json(), plan.recipe.checkpoint)
+        saver.save(iteration, engine.state(), meta.to_json())
     return iteration
 
 

@@ -48,6 +48,35 @@ OFFLOAD = (
            ("engines/test_offload.py::test_a_run_whose_idle_roles_sleep_is_one_in_which_all_are_awake",)),
 )
 
+BESIDE = (
+    Mutant("writer-reads-live-weights", "checkpoint/background.py",
+           'copy = whole.detach().to("cpu", copy=True)',
+           'copy = whole.detach().to("cpu")',
+           ("checkpoint/test_background.py::test_training_goes_on_while_the_values_of_before_are_written",)),
+    Mutant("training-waits-for-the-writer", "checkpoint/background.py",
+           "        self._writer.start()\n",
+           "        self._writer.start()\n        self._writer.join(timeout=5)\n        assert not self._writer.is_alive()\n",
+           ("checkpoint/test_background.py::test_training_goes_on_while_the_values_of_before_are_written",)),
+    Mutant("two-writers-at-once", "checkpoint/background.py",
+           "            return\n        self.wait()\n",
+           "            return\n",
+           ("checkpoint/test_background.py::"
+            "test_the_next_save_waits_for_the_one_before_and_old_ones_are_removed",)),
+    Mutant("error-of-the-writer-lost", "checkpoint/background.py",
+           "            self._error = error\n",
+           "            pass\n",
+           ("checkpoint/test_background.py::"
+            "test_a_full_disk_is_the_same_error_once_and_costs_no_older_checkpoint",)),
+    Mutant("error-of-the-writer-told-at-the-end", "train.py",
+           "                saver.check()\n",
+           "",
+           ("test_train.py::test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_next_iteration",)),
+    Mutant("run-ends-before-its-checkpoint-is-written", "checkpoint/background.py",
+           "        if kind is None:\n            self.wait()\n",
+           "        if kind is None:\n            pass\n",
+           ("checkpoint/test_background.py::test_an_error_that_nobody_asked_for_is_raised_at_the_end",)),
+)
+
 # fmt: on
 
-MANY_RANKS: tuple[Mutant, ...] = OFFLOAD
+MANY_RANKS: tuple[Mutant, ...] = (*OFFLOAD, *BESIDE)
