@@ -76,8 +76,9 @@ def test_views_of_one_storage_sleep_once_and_stay_views_of_it():
     sleeper = Sleeper(lambda: [front, back])
     sleeper.sleep()
     assert held([flat]) == 0
-    assert torch.equal(sleeper.value(back), torch.arange(12.0).view(3, 4).T)
-    assert torch.equal(sleeper.value(part), torch.tensor([3.0, 4.0]))
+    found = [sleeper.value(view) for view in (back, part)]
+    assert torch.equal(found[0], torch.arange(12.0).view(3, 4).T)
+    assert torch.equal(found[1], torch.tensor([3.0, 4.0]))
     sleeper.wake()
     flat[0] = 9
     assert front[0] == back[0, 0] == 9

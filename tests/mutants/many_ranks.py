@@ -34,18 +34,10 @@ OFFLOAD = (
            "keep_awake(self.sleepers, names, perhaps=perhaps)",
            "keep_awake(self.sleepers, self.sleepers)",
            ("engines/test_offload.py::test_in_a_phase_nothing_is_awake_but_what_it_uses",)),
-    Mutant("average-asleep-while-it-ticks", "engines/process.py",
-           'if "ema" in handed or "student" in phase.trains:',
-           'if "ema" in handed:',
-           ("engines/test_offload.py::test_in_a_phase_nothing_is_awake_but_what_it_uses",)),
     Mutant("called-asleep", "engines/roles.py",
            "        self.weights.wake()\n        return self.network(features)",
            "        return self.network(features)",
            ("engines/test_offload.py::test_a_role_that_is_asleep_wakes_when_it_is_called",)),
-    Mutant("state-of-what-sleeps", "engines/roles.py",
-           "{name: self.weights.value(tensor) for name, tensor in self.network.state_dict().items()}",
-           "dict(self.network.state_dict())",
-           ("engines/test_offload.py::test_a_run_whose_idle_roles_sleep_is_one_in_which_all_are_awake",)),
 )
 
 BESIDE = (
@@ -55,7 +47,8 @@ BESIDE = (
            ("checkpoint/test_background.py::test_training_goes_on_while_the_values_of_before_are_written",)),
     Mutant("training-waits-for-the-writer", "checkpoint/background.py",
            "        self._writer.start()\n",
-           "        self._writer.start()\n        self._writer.join(timeout=5)\n        assert not self._writer.is_alive()\n",
+           "        self._writer.start()\n        self._writer.join(timeout=5)\n"
+           "        assert not self._writer.is_alive()\n",
            ("checkpoint/test_background.py::test_training_goes_on_while_the_values_of_before_are_written",)),
     Mutant("two-writers-at-once", "checkpoint/background.py",
            "            return\n        self.wait()\n",
