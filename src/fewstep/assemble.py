@@ -110,7 +110,7 @@ def settle(plan: Plan, name: str, network: nn.Module) -> None:
 def batch_source(plan: Plan, student: Role) -> BatchSource:
     """This process's rows of the batches of the run, in the precision of the masters."""
     conditioner = plan.conditioner(student.network)
-    dtype, recipe, ranks = plan.sampler.dtype, plan.recipe, plan.ranks
+    dtype, recipe, (rank, world) = plan.sampler.dtype, plan.recipe, plan.rows
 
     def condition(told: Tensor) -> tuple[Any, Any]:
         return conditioner.condition(told), conditioner.null(len(told), told.device)
@@ -126,7 +126,7 @@ def batch_source(plan: Plan, student: Role) -> BatchSource:
         recipe.data.batch,
         plan.method.num_batches,
         hold=recipe.sampling.stream_chunks,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=rank,
+        world=world,
     )
     return BatchSource(plan.dataset, order, encode, condition, plan.device)

@@ -71,6 +71,11 @@ class Plan:
         return self.sampler.shape
 
     @property
+    def rows(self) -> tuple[int, int]:
+        """(i, n): this process trains on rows i, i + n, ... of every batch."""
+        return self.ranks.rows(self.recipe.engine.sequence)
+
+    @property
     def models(self) -> dict[str, dict[str, Any]]:
         """The resolved model section of every role that has one, as plain values."""
         return {name: role.model.model_dump(mode="json") for name, role in self.roles.items() if role.model is not None}
@@ -144,6 +149,7 @@ def prepare(recipe: Recipe) -> Plan:
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
         *odd_ranks(plan),
+        *odd_division(plan),
         *missing_packages(recipe.observe),
     ]
     if errors:
@@ -296,13 +302,31 @@ def odd_numbers(plan: Plan) -> list[str]:
 def odd_ranks(plan: Plan) -> Iterator[str]:
     """What cannot be cut over the processes."""
     world, engine, batch, parts = plan.ranks.world, plan.recipe.engine, plan.recipe.data.batch, plan.method.row_parts
-    if batch % (world * parts):
-        of = f"{world} processes" if parts == 1 else f"{world} processes and the method's {parts} parts"
-        yield f"data.batch = {batch}: it must be a multiple of {world * parts}, for {of}"
+    if world % engine.sequence:
+        yield f"engine.sequence = {engine.sequence}: it must divide the number of processes, {world}"
+        return
+    groups = plan.rows[1]
+    if batch % (groups * parts):
+        of = f"{groups} processes" if engine.sequence == 1 else f"{groups} groups of {engine.sequence} processes"
+        of += "" if parts == 1 else f" and the method's {parts} parts"
+        yield f"data.batch = {batch}: it must be a multiple of {groups * parts}, for {of}"
     if world % engine.replicas:
         yield f"engine.replicas = {engine.replicas}: it must divide the number of processes, {world}"
     if world > 1 and engine.compile == "graphs":
         yield "engine.compile = graphs: it is for one process; write engine.compile=blocks, or null"
+
+
+def odd_division(plan: Plan) -> Iterator[str]:
+    """Which networks' tokens cannot be divided over the processes that share a row."""
+    sequence, (_, _, height, width) = plan.recipe.engine.sequence, plan.shape
+    for name, role in plan.roles.items():
+        if role.model is None:
+            continue
+        shape = role.model.architecture
+        tokens = (height // shape.patch[1]) * (width // shape.patch[2])
+        for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):
+            if count % sequence:
+                yield f"engine.sequence = {sequence}: it must divide the {count} {what} of {name}"
 
 
 def _trained(

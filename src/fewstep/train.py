@@ -48,7 +48,8 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     """
     recipe, ranks = plan.recipe, plan.ranks
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
-    group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
+    how = {name: getattr(recipe.engine, name) for name in ("timeout_s", "replicas", "sequence")}
+    group = join(ranks, plan.device, **how)
     lock = run.lock() if ranks.first else nullcontext()
     saving = Saver(run.checkpoints, recipe.checkpoint)
     with group as mesh, lock, StopRequest() if ranks.first else StopRequest("") as stop, saving as saver:

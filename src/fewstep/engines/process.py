@@ -136,10 +136,9 @@ class ProcessEngine:
         self.wake({"ema"})
         self.ema.load(self.roles["student"].cut(state["ema"]))
         device = next(self.roles["student"].network.parameters()).device
-        mine = self.mesh.my_rows if self.mesh else lambda tensor: tensor
         self.carries = {
             int(group.removeprefix(CARRY)): map_tensors(
-                lambda tensor: mine(tensor).to(device, copy=True), Carry.of(tensors)
+                lambda tensor: tensor.to(device, copy=True), Carry.of(self._my_rows(tensors))
             )
             for group, tensors in state.items()
             if group.startswith(CARRY)
@@ -206,11 +205,21 @@ class ProcessEngine:
         if mesh is None:
             return tensors
 
-        def later(rows: Tensor) -> Later:
-            shape = (len(rows) * mesh.ranks.world, *rows.shape[1:])
-            return Later(shape, rows.dtype, partial(mesh.all_rows, rows))
+        def later(name: str, rows: Tensor) -> Later:
+            shape, per_head = [len(rows) * mesh.ranks.rows(mesh.sequence)[1], *rows.shape[1:]], is_per_head(name)
+            shape[2:3] = [size * (mesh.sequence if per_head else 1) for size in shape[2:3]]
+            return Later(tuple(shape), rows.dtype, partial(mesh.all_rows, rows, per_head=per_head))
 
-        return {name: tensor if name == "history" else later(tensor) for name, tensor in tensors.items()}
+        return {name: tensor if name == "history" else later(name, tensor) for name, tensor in tensors.items()}
+
+    def _my_rows(self, carry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`_all_rows`."""
+        if self.mesh is None:
+            return dict(carry)
+        return {
+            name: tensor if name == "history" else self.mesh.my_rows(tensor, per_head=is_per_head(name))
+            for name, tensor in carry.items()
+        }
 
     def _pieces(
         self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]
@@ -238,6 +247,11 @@ def sleepers_of(roles: dict[str, Role], optimizers: dict[str, RoleOptimizer], em
     for name, optimizer in optimizers.items():
         found[moments_of(name)] = Sleeper(lambda optimizer=optimizer: optimizer.state().values())
     return found | ({"ema": Sleeper(ema.shadows.values)} if ema is not None else {})
+
+
+def is_per_head(name: str) -> bool:
+    """Whether a tensor of a carry is keys or values."""
+    return name.startswith("history.")
 
 
 def moments_of(name: str) -> str:
