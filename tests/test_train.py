@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewstep.assemble import assemble
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete
 from fewstep.cli.shipped import shipped_recipes
@@ -24,7 +25,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
-from fewstep.train import StopRequest, assemble, train
+from fewstep.train import StopRequest, train
 from tests.recipes.tiny_runs import World, tensors, values
 
 WHOLE_RUNS = True

@@ -15,3 +15,7 @@ class UserErrors(UserError):
     def __init__(self, errors: Sequence[str]):
         super().__init__("\n".join(errors))
         self.errors = tuple(errors)
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        """On their way from one process to another they stay several."""
+        return type(self), (self.errors,)

@@ -90,8 +90,8 @@ def kills_in_a_process(folder: Path) -> list[list[str]]:
 def save_full_of(value: int, checkpoints: Path, iteration: int, beside: bool = False) -> None:
     full = {name: torch.full((50, 100), value) for name in ("weight", "bias")}
     groups = {"student": full, "ema": full, "critic": full}
-    with Saver(checkpoints, CheckpointSection(every=1, keep_last=1, asynchronous=beside)) as saver:
-        saver.save(iteration, groups, {})
+    with Saver() as saver:
+        saver.save(checkpoints, iteration, groups, {}, CheckpointSection(every=1, keep_last=1, asynchronous=beside))
 
 
 def report(checkpoints: Path, promised: int) -> int:

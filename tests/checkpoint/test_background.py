@@ -40,8 +40,8 @@ def groups(weight: Tensor) -> dict[str, dict[str, Tensor]]:
 
 def test_every_tensor_comes_back_bit_for_bit_those_that_come_later_too(tmp_path: Path):
     tensors: dict[str, Any] = {**ODD_TENSORS, "later": Later((2, 3), torch.float64, lambda: torch.ones(2, 3).double())}
-    with Saver(tmp_path, BESIDE) as saver:
-        saver.save(1, {"student": tensors}, {"a": 1})
+    with Saver() as saver:
+        saver.save(tmp_path, 1, {"student": tensors}, {"a": 1}, BESIDE)
     found = load_checkpoint(tmp_path / "iteration-000001")
     assert found.meta == {"a": 1}
     for name, tensor in (ODD_TENSORS | {"later": torch.ones(2, 3).double()}).items():
@@ -52,8 +52,8 @@ def test_every_tensor_comes_back_bit_for_bit_those_that_come_later_too(tmp_path:
 
 def test_training_goes_on_while_the_values_of_before_are_written(tmp_path: Path, gate: Event):
     weight = torch.zeros(4, 5)
-    with Saver(tmp_path, BESIDE) as saver:
-        saver.save(1, groups(weight), {})
+    with Saver() as saver:
+        saver.save(tmp_path, 1, groups(weight), {}, BESIDE)
         weight += 1
         saver.check()
         assert newest_complete(tmp_path) is None
@@ -70,9 +70,9 @@ def test_the_next_save_waits_for_the_one_before_and_old_ones_are_removed(tmp_pat
         return weight
 
     gate.set()
-    with Saver(tmp_path, BESIDE) as saver:
+    with Saver() as saver:
         for iteration in (1, 2, 3):
-            saver.save(iteration, {"student": {"weight": Later((3,), torch.float32, taken)}}, {})
+            saver.save(tmp_path, iteration, {"student": {"weight": Later((3,), torch.float32, taken)}}, {}, BESIDE)
             weight += 1
     assert seen == [None, tmp_path / "iteration-000001", tmp_path / "iteration-000002"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-000002", "iteration-000003"]
@@ -81,12 +81,12 @@ def test_the_next_save_waits_for_the_one_before_and_old_ones_are_removed(tmp_pat
 
 def test_a_full_disk_is_the_same_error_once_and_costs_no_older_checkpoint(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Saver(tmp_path, BESIDE) as saver:
-        saver.save(1, groups(torch.zeros(3)), {})
+    with Saver() as saver:
+        saver.save(tmp_path, 1, groups(torch.zeros(3)), {}, BESIDE)
         saver.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
-            saver.save(2, groups(torch.zeros(100_000)), {})
+            saver.save(tmp_path, 2, groups(torch.zeros(100_000)), {}, BESIDE)
             assert saver._writer is not None
             saver._writer.join()
         finally:
@@ -99,8 +99,8 @@ def test_a_full_disk_is_the_same_error_once_and_costs_no_older_checkpoint(tmp_pa
 
 def test_an_error_that_nobody_asked_for_is_raised_at_the_end(tmp_path: Path):
     def train() -> None:
-        with Saver(tmp_path / "file", BESIDE) as saver:
-            saver.save(1, groups(torch.zeros(3)), {})
+        with Saver() as saver:
+            saver.save(tmp_path / "file", 1, groups(torch.zeros(3)), {}, BESIDE)
 
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match="could not be written"):
@@ -120,8 +120,8 @@ def test_an_error_in_the_training_lets_the_writer_finish_and_a_second_ctrl_c_doe
     monkeypatch.setattr(background, "save_checkpoint", writing)
 
     def train() -> None:
-        with Saver(tmp_path, BESIDE) as saver:
-            saver.save(1, groups(torch.zeros(3)), {})
+        with Saver() as saver:
+            saver.save(tmp_path, 1, groups(torch.zeros(3)), {}, BESIDE)
             raise raised
 
     with pytest.raises(raised):
@@ -131,6 +131,6 @@ def test_an_error_in_the_training_lets_the_writer_finish_and_a_second_ctrl_c_doe
 
 
 def test_without_the_setting_a_save_is_over_when_it_returns(tmp_path: Path):
-    with Saver(tmp_path, CheckpointSection(every=1)) as saver:
-        saver.save(1, groups(torch.ones(2)), {})
+    with Saver() as saver:
+        saver.save(tmp_path, 1, groups(torch.ones(2)), {}, CheckpointSection(every=1))
         assert newest_complete(tmp_path) == tmp_path / "iteration-000001"

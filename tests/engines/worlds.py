@@ -142,14 +142,17 @@ def engine(
     mesh: Mesh | None = None,
     device: torch.device = CPU,
     offload: bool = False,
+    only: Sequence[str] | None = None,
 ) -> ProcessEngine:
-    """A new engine; every one of the same arguments is equal to the last bit."""
+    """A new engine; every one of the same arguments is equal to the last bit. ``only``: of the roles."""
     rank, world = mesh.ranks.rows(mesh.sequence) if mesh else (0, 1)
     optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
     schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
     masters = torch.promote_types(dtype, torch.float32)
     roles: dict[str, Role] = {}
-    for name, net in (made or networks(method)).items():
+    drawn = made or networks(method)
+    conditioner: Any = drawn["student"].conditioner
+    for name, net in ((name, net) for name, net in drawn.items() if only is None or name in only):
         placed = net.to(device, masters) if name in method.trained else freeze(net, device, dtype)
         if mesh:
             shard(placed, mesh)
@@ -157,8 +160,8 @@ def engine(
     optimizers = {
         name: RoleOptimizer(roles[name].parameters(), optimizer, schedule, updates)
         for name, updates in updates_of(method, iterations).items()
+        if name in roles
     }
-    conditioner: Any = roles["student"].network.conditioner
     codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
     data = Tiles(3 if needs_clips(method) or chunks_of(method) > 1 else 1)
     source = (TracedBatches if isinstance(method, OdeInit) else BatchSource)(
@@ -168,8 +171,9 @@ def engine(
         lambda labels: (conditioner.condition(labels), conditioner.null(len(labels), labels.device)),
         device,
     )
-    average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
-    if "ema" in method.roles:
+    section = ema or EMASection(decay=0.8, start=1)
+    average = EMA(roles["student"].parameters(), section) if "student" in roles else None
+    if average is not None and "ema" in method.roles:
         roles["ema"] = AveragedRole(roles["student"], average)
     return ProcessEngine(
         method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch, mesh=mesh, offload=offload

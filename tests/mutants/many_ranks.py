@@ -70,6 +70,43 @@ BESIDE = (
            ("checkpoint/test_background.py::test_an_error_that_nobody_asked_for_is_raised_at_the_end",)),
 )
 
+DIVIDED = "engines/test_sequence.py::test_two_ranks_that_share_the_tokens_of_all_rows_equal_one_process"
+SEQUENCE = (
+    Mutant("gradient-of-shared-tokens-too-small", "engines/sequence.py",
+           "return ctx.division.own(gradients[0], ctx.axis) * ctx.division.ranks, None, None",
+           "return ctx.division.own(gradients[0], ctx.axis), None, None",
+           (f"{DIVIDED}[sft]",)),
+    Mutant("gradient-to-the-input-is-that-of-a-part", "engines/sequence.py",
+           "return ctx.division.gathered(gradients[0], ctx.axis) / ctx.division.ranks, None, None",
+           "return ctx.division.gathered(gradients[0], ctx.axis), None, None",
+           (f"{DIVIDED}[dmd2_fresh_gan]",)),
+    Mutant("tokens-of-frames-mixed", "engines/sequence.py",
+           "self._exchanged(sent).movedim(0, 2).flatten(1, 3)",
+           "self._exchanged(sent).movedim(0, 1).flatten(1, 3)",
+           (f"{DIVIDED}[teacher_forcing]",)),
+    Mutant("heads-come-back-in-another-order", "engines/sequence.py",
+           "self._exchanged(sent).movedim(0, 3).flatten(3, 4).flatten(1, 2)",
+           "self._exchanged(sent).movedim(0, 4).flatten(3, 4).flatten(1, 2)",
+           (f"{DIVIDED}[sft]",)),
+    Mutant("positions-of-another-rank", "models/wan/model.py",
+           "sight = sight._replace(turn=self._own_turn(sight.turn, tokens.shape[1]))",
+           "sight = sight._replace(turn=Rotation(*(t[: tokens[0, :, :, 0].numel()] for t in sight.turn)))",
+           (f"{DIVIDED}[sft]",)),
+    Mutant("ranks-of-a-row-read-rows-of-their-own", "engines/mesh.py",
+           "return self.rank // sequence, self.world // sequence",
+           "return self.rank % (self.world // sequence), self.world // sequence",
+           ("engines/test_sequence.py::test_four_ranks_two_for_each_row_equal_one_process",)),
+    Mutant("carry-with-the-heads-of-one-rank", "engines/process.py",
+           'return name.startswith("history.")',
+           "return False",
+           ("engines/test_sequence.py::"
+            "test_histories_of_streams_come_back_to_the_last_bit_from_ranks_that_hold_a_part_of_the_heads",)),
+    Mutant("heads-that-cannot-be-shared-not-refused", "prepare.py",
+           'for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):',
+           'for what, count in (("tokens in a frame", tokens),):',
+           ("engines/test_sequence.py::test_what_ranks_cannot_share_is_refused_before_anything_is_loaded",)),
+)
+
 # fmt: on
 
-MANY_RANKS: tuple[Mutant, ...] = (*OFFLOAD, *BESIDE)
+MANY_RANKS: tuple[Mutant, ...] = (*OFFLOAD, *BESIDE, *SEQUENCE)

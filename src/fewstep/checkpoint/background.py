@@ -13,14 +13,13 @@ from fewstep.checkpoint.tensor_file import Later, Named, in_file_order
 
 
 class Saver:
-    """Saves one checkpoint after the other into a folder; with ``asynchronous`` each of them beside the training.
+    """Saves one checkpoint after the other, each of them beside the training where it is to be ``asynchronous``.
 
     At the end of the ``with`` block the last one is on the disk, except after a KeyboardInterrupt, which waits for
     nothing: then the one before it is the newest.
     """
 
-    def __init__(self, checkpoints: Path, section: CheckpointSection):
-        self._checkpoints, self._section = checkpoints, section
+    def __init__(self) -> None:
         self._writer: Thread | None = None
         self._error: Exception | None = None
 
@@ -35,17 +34,24 @@ class Saver:
         elif self._writer is not None and not issubclass(kind, KeyboardInterrupt):
             self._writer.join()
 
-    def save(self, iteration: int, tensors: Mapping[str, Named], meta: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        checkpoints: Path,
+        iteration: int,
+        tensors: Mapping[str, Named],
+        meta: Mapping[str, Any],
+        keep: CheckpointSection,
+    ) -> None:
         """``save_checkpoint``; asynchronous, after the one before is on the disk, and until all is copied.
 
         Tensors that come ``Later`` are made now, in the order in which ``take_part`` makes them.
         """
-        if not self._section.asynchronous:
-            save_checkpoint(self._checkpoints, iteration, tensors, meta, self._section)
+        if not keep.asynchronous:
+            save_checkpoint(checkpoints, iteration, tensors, meta, keep)
             return
         self.wait()
         taken = {group: _copied(named) for group, named in tensors.items()}
-        self._writer = Thread(target=self._write, args=(iteration, taken, dict(meta)), daemon=True)
+        self._writer = Thread(target=self._write, args=(checkpoints, iteration, taken, dict(meta), keep), daemon=True)
         self._writer.start()
 
     def check(self) -> None:
@@ -61,9 +67,9 @@ class Saver:
             self._writer = None
         self.check()
 
-    def _write(self, iteration: int, tensors: Mapping[str, Named], meta: Mapping[str, Any]) -> None:
+    def _write(self, *what: Any) -> None:
         try:
-            save_checkpoint(self._checkpoints, iteration, tensors, meta, self._section)
+            save_checkpoint(*what)
         except Exception as error:
             self._error = error
 

@@ -246,7 +246,7 @@ def sleepers_of(roles: dict[str, Role], optimizers: dict[str, RoleOptimizer], em
     found = {name: role.weights for name, role in roles.items() if name != "ema"}
     for name, optimizer in optimizers.items():
         found[moments_of(name)] = Sleeper(lambda optimizer=optimizer: optimizer.state().values())
-    return found | ({"ema": Sleeper(ema.shadows.values)} if ema is not None else {})
+    return found if ema is None else found | {"ema": Sleeper(ema.shadows.values)}
 
 
 def is_per_head(name: str) -> bool:
