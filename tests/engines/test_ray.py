@@ -111,8 +111,7 @@ def without_waits(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    [("shared", case) for case in CASES]
-    + [(layout, case) for layout in ("split 2 + 1", "colocated") for case in SPLIT],
+    [("shared", case) for case in CASES] + [(layout, case) for layout in ("split 2 + 1", "colocated") for case in SPLIT],
 )
 def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layout: str, case: str):
     """Invariants 36, 43, 50 and 51: losses, and the weights, moments and average of every role."""
@@ -123,7 +122,5 @@ def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layou
         assert without_waits(driver.run(iteration)) == pytest.approx(row, rel=1e-9, abs=1e-9)
     found = saved(driver, tmp_path)
     assert_close(found, copied(one.state()))
-    moved = {
-        name: value for group in driver.groups for name, value in driver._ask(group.name, "validate", 0)[0].items()
-    }
+    moved = {name: value for group in driver.groups for name, value in driver._ask(group.name, "validate", 0)[0].items()}
     assert_trained(found, start, moved)
