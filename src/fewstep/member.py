@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -76,6 +77,8 @@ def member(values: Mapping[str, Any], place: Path, group: Group, ranks: Ranks, s
     it trains on is made first, where it is missing. ``store``: through which the workers of the group meet."""
     recipe = recipe_type(tuple(values["plugins"])).model_validate(values)
     plan, engine = prepare(recipe, ranks), recipe.engine
+    if plan.device.type == "cpu":
+        torch.set_num_threads(max(1, int(group.section.cpus)))
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=True))
     with join(ranks, plan.device, timeout_s=engine.timeout_s, replicas=engine.replicas, store=store) as mesh:
         yield Member(plan, RunFolder(place), mesh, group.roles)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewstep.checkpoint.meta import Meta
-from fewstep.checkpoint.save import CheckpointSection, load_checkpoint
+from fewstep.checkpoint.save import CheckpointSection, load_checkpoint, save_checkpoint
+from fewstep.engines.mesh import RankError
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.ray.driver import Driver
 from fewstep.engines.ray.placement import RaySection, groups_of
-from fewstep.engines.ray.schedule import leading, steps
-from fewstep.methods.api import Method
+from fewstep.engines.ray.schedule import Step, leading, steps
 from tests.engines.ray_share import CASES, begin, made
 from tests.engines.worlds import copied
 
@@ -111,7 +112,8 @@ def without_waits(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    [("shared", case) for case in CASES] + [(layout, case) for layout in ("split 2 + 1", "colocated") for case in SPLIT],
+    [("shared", case) for case in CASES]
+    + [(layout, case) for layout in ("split 2 + 1", "colocated") for case in SPLIT],
 )
 def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layout: str, case: str):
     """Invariants 36, 43, 50 and 51: losses, and the weights, moments and average of every role."""
@@ -122,5 +124,102 @@ def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layou
         assert without_waits(driver.run(iteration)) == pytest.approx(row, rel=1e-9, abs=1e-9)
     found = saved(driver, tmp_path)
     assert_close(found, copied(one.state()))
-    moved = {name: value for group in driver.groups for name, value in driver._ask(group.name, "validate", 0)[0].items()}
+    moved = {
+        name: value for group in driver.groups for name, value in driver._ask(group.name, "validate", 0)[0].items()
+    }
     assert_trained(found, start, moved)
+
+
+@pytest.mark.parametrize("case", ["dmd2_fresh_gan", "dmd2_shared", "consistency"])
+def test_overlap_equals_the_same_staleness_in_one_process(fleet: Fleet, tmp_path: Path, case: str):
+    """The rollouts of an iteration are made before the update of the one before; that is all that differs."""
+    driver, one = fleet.driver("overlap", case), made(case)
+    rows = [driver.run(iteration) for iteration in range(ITERATIONS)]
+    emulated(one, driver)
+    assert_close(saved(driver, tmp_path), copied(one.state()))
+    if case == "consistency":
+        plain = made(case)
+        for iteration in range(ITERATIONS):
+            row = {name: float(value) for name, value in plain.run(iteration).items()}
+            assert without_waits(rows[iteration]) == pytest.approx(row, rel=1e-9, abs=1e-9), "nothing is stale"
+
+
+def emulated(one: ProcessEngine, driver: Driver) -> None:
+    """All phases in one process, the leading ones of an iteration before the rest of the one before."""
+    records: dict[tuple[int, int], Any] = {}
+
+    def perform(found: list[Step]) -> None:
+        for step in found:
+            phase = list(one.method.phases(step.iteration))[step.index]
+            foreign = {name: records[step.iteration, giver] for name, giver in step.takes.items()}
+            records[step.iteration, step.index] = one.perform(phase, step.iteration, foreign)
+
+    for iteration in range(ITERATIONS):
+        mine, following = (steps(one.method, driver.groups, number) for number in (iteration, iteration + 1))
+        first = leading(mine)
+        if iteration == 0:
+            perform(first)
+        perform(leading(following))
+        perform([step for step in mine if step not in first])
+        one.finish(iteration)
+
+
+def test_no_work_is_begun_across_a_checkpoint(fleet: Fleet, tmp_path: Path):
+    """A run that goes on from it does what one does that never stopped."""
+    driver, one = fleet.driver("overlap", "dmd2_shared"), made("dmd2_shared")
+    driver._cut = lambda iteration: True
+    try:
+        for iteration in range(ITERATIONS):
+            driver.run(iteration)
+            one.run(iteration)
+        assert_close(saved(driver, tmp_path), copied(one.state()))
+    finally:
+        driver._cut = lambda iteration: False
+
+
+def test_one_process_and_groups_of_workers_go_on_from_each_other(fleet: Fleet, tmp_path: Path):
+    """Streams, whose carries stand in the checkpoint, from the middle of them."""
+    one, driver = made("streams"), fleet.driver("split 2 + 1", "streams")
+    one.run(0)
+    save_checkpoint(tmp_path / "one", 1, one.state(), {}, KEEP)
+    driver.load(load_checkpoint(tmp_path / "one" / "iteration-000001"))
+    again = saved(driver, tmp_path / "again", 1)
+    assert_close(again, copied(one.state()))
+    assert {"carry.0", "carry.1"} <= again.keys()
+    one.run(1)
+    driver.run(1)
+    resumed = made("streams")
+    resumed.load(saved(driver, tmp_path / "groups", 2))
+    for engine in (one, resumed):
+        engine.run(2)
+    assert_close(copied(resumed.state()), copied(one.state()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "trouble", "words"),
+    [
+        ("shared", "all/1 raises", [r"worker all/1 \(process \d+ on .*\) failed: ValueError: no more rows"]),
+        ("overlap", "critic/0 stalls", [r"worker critic/0 .* has been at phase '.*' of iteration 3", "timeout_s = 3"]),
+        ("overlap", "student/0 SIGSTOP", [r"worker student/0 .*: no answer for 2 s"]),
+    ],
+)
+def test_a_worker_that_fails_or_stalls_is_named_and_none_is_left(
+    ray_started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, trouble: str, words: list[str]
+):
+    """PITFALLS, hangs."""
+    from fewstep.engines.ray import group
+
+    monkeypatch.setattr(group, "PULSE_S", 0.5)
+    monkeypatch.setattr(group, "SILENT_S", 2.0)
+    section = SECTIONS[layout].model_copy(update={"timeout_s": 3.0})
+    case = "dmd2_shared"
+    groups = groups_of(section, CASES[case](), ITERATIONS, CPU)
+    with Driver(section, CASES[case](), groups, begin(case, trouble=f"{trouble} {tmp_path}")) as driver:
+        driver.run(0)
+        driver.run(1)
+        began, seats = time.monotonic(), driver.seats
+        with pytest.raises(RankError) as caught:
+            driver.run(2)
+    assert time.monotonic() - began < 30
+    assert all(re.search(word, str(caught.value)) for word in words), str(caught.value)
+    assert not any(group.lives(seat.place["pid"]) for seat in seats)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fewstep.checkpoint.save import newest_complete
+from fewstep.config import dump_recipe
 from fewstep.engines.mesh import RankError
 from fewstep.engines.ray.placement import RaySection
 from fewstep.observe.sinks import read_rows
@@ -108,8 +109,6 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
 def test_ctrl_c_saves_and_leaves_no_process(world: World):
     """A Ray that was started for the run ends with it."""
     recipe = world.path / "stopped.yaml"
-    from fewstep.config import dump_recipe
-
     recipe.write_text(dump_recipe(world.recipe(SFT, *EXACT, *SHARED, "validation=null", iterations=100_000)))
     run = world.run("stopped")
     command = [sys.executable, "-m", "fewstep", "train", str(recipe), "--run", str(run.path)]
@@ -129,7 +128,9 @@ def test_ctrl_c_saves_and_leaves_no_process(world: World):
     newest = newest_complete(run.checkpoints)
     assert newest is not None
     assert max(row.iteration for row in read_rows(run.metrics)) == int(newest.name.rpartition("-")[2])
-    wait_for(lambda: not any(Path(f"/proc/{process_of(log)}").exists() for log in run.workers.iterdir()), 10.0)
+    from fewstep.engines.ray.group import lives
+
+    wait_for(lambda: not any(lives(process_of(log)) for log in run.workers.iterdir()), 10.0)
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_its_name(world: World):
@@ -140,5 +141,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name(world: World):
     with pytest.raises(RankError, match=r"worker all/0 \(process \d+ on .*\) died: killed, or crashed"):
         train(prepare(recipe), run)
     killer.join()
-    assert not any(Path(f"/proc/{process_of(log)}").exists() for log in run.workers.iterdir())
+    from fewstep.engines.ray.group import lives
+
+    assert not any(lives(process_of(log)) for log in run.workers.iterdir())
     assert newest_complete(run.checkpoints) is not None

@@ -79,7 +79,9 @@ def start(section: RaySection, bundles: Sequence[Bundle]) -> None:
         cpus = max(os.cpu_count() or 1, -int(-sum(bundle["CPU"] for bundle in bundles) // 1))
         settings |= {"include_dashboard": False, "num_cpus": cpus}
     found = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # workers find the modules that this program finds
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, sys.path)
+    )  # workers find the modules that this program finds
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:

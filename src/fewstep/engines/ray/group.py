@@ -205,11 +205,12 @@ def ended(seats: Sequence[Seat]) -> None:
         seat.end()
     until = time.monotonic() + END_S
     here = [seat.place["pid"] for seat in seats if seat.place["host"] == socket.gethostname()]
-    while any(_lives(pid) for pid in here) and time.monotonic() < until:
+    while any(lives(pid) for pid in here) and time.monotonic() < until:
         time.sleep(0.05)
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether a process of this machine is there, and not only its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

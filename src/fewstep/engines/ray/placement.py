@@ -171,6 +171,8 @@ def _everything(device: torch.device) -> GroupSection:
 
 def _refuse_device(group: Group, device: torch.device) -> None:
     section = group.section
+    if device.index is not None:
+        raise UserError(f"engine.device = {device}: Ray gives each worker a GPU; write engine.device=auto or cuda")
     if device.type == "cpu" and section.gpus is not None:
         raise UserError(
             f"engine.groups.{group.name}.gpus = {section.gpus}: the networks compute on the CPU here; write "

@@ -7,6 +7,7 @@ the same machine as views of shared memory.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Parcel:
 
 def meets(sender: int, senders: int, taker: int, takers: int) -> bool:
     """Whether there are rows that both workers hold."""
-    return (sender - taker) % np.gcd(senders, takers) == 0
+    return (sender - taker) % math.gcd(senders, takers) == 0
 
 
 def packed(record: Any, sender: int, senders: int, taker: int, takers: int) -> Parcel:
