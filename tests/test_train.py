@@ -128,6 +128,37 @@ def test_a_second_process_cannot_train_into_the_same_run(world: World):
         train(prepare(world.recipe(SFT, iterations=6)), run, resume=True)
 
 
+# --- saving beside the training --------------------------------------------------------------------------------------
+
+BESIDE = ("checkpoint.asynchronous=true", "checkpoint.keep_last=9", "validation=null")
+
+
+def test_checkpoints_that_are_written_beside_the_training_are_those_of_a_run_that_waits(world: World):
+    run = world.train(DMD2, "method.critic_updates=2", "checkpoint.every=1", *BESIDE, iterations=6, into="beside")
+    assert len(list(run.checkpoints.iterdir())) == 6
+    for iteration in (3, 6):
+        assert_same_bits(tensors(run, iteration), tensors(world.run(DMD2), iteration))
+
+
+def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_next_iteration(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    plain, place, ran = ProcessEngine.run, world.path / "unwritable", []
+
+    def watched(self: ProcessEngine, iteration: int) -> dict[str, Tensor]:
+        ran.append(iteration)
+        if iteration == 1:
+            (place / "checkpoints").write_text("no folder")
+        for writer in (thread for thread in threading.enumerate() if "_write" in thread.name):
+            writer.join()
+        return plain(self, iteration)
+
+    monkeypatch.setattr(ProcessEngine, "run", watched)
+    with pytest.raises(UserError, match=r"iteration-000002: the checkpoint could not be written"):
+        world.train(SFT, "checkpoint.every=2", *BESIDE, iterations=1000, into="unwritable")
+    assert ran == [0, 1, 2]
+
+
 # --- what must not change training ------------------------------------------------------------------------------------
 
 

@@ -112,7 +112,7 @@ def batch_source(plan: Plan, role: Role) -> BatchSource:
     """This process's rows of the batches of the run, in the precision of the masters. ``role``: any that is told of a
     sample what the student is told, as all of them are."""
     conditioner = plan.conditioner(role.network)
-    dtype, recipe, ranks = plan.sampler.dtype, plan.recipe, plan.ranks
+    dtype, recipe, (rank, world) = plan.sampler.dtype, plan.recipe, plan.rows
 
     def condition(told: Tensor) -> tuple[Any, Any]:
         return conditioner.condition(told), conditioner.null(len(told), told.device)
@@ -128,7 +128,7 @@ def batch_source(plan: Plan, role: Role) -> BatchSource:
         recipe.data.batch,
         plan.method.num_batches,
         hold=recipe.sampling.stream_chunks,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=rank,
+        world=world,
     )
     return BatchSource(plan.dataset, order, encode, condition, plan.device)

@@ -99,14 +99,14 @@ def bytes_per_parameter(plan: Plan, role: str) -> int:
 def activations_gib(plan: Plan) -> float:
     """About what the largest network keeps of one micro-batch for its backward pass: all that is inside its blocks, or,
     where that is computed again, what enters each and the inside of one."""
-    mine = plan.recipe.data.batch // plan.ranks.world
+    mine = plan.recipe.data.batch // plan.rows[1]
     rows = min(plan.recipe.engine.micro_batch or mine, mine)
     frames, _, height, width = plan.shape
     largest = 0
     for role in plan.roles.values():
         if role.model is not None and role.optimizer is not None:
             shape = role.model.architecture
-            tokens = rows * frames * height * width // math.prod(shape.patch)
+            tokens = rows * frames * height * width // math.prod(shape.patch) // plan.recipe.engine.sequence
             block = _KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim
             kept = shape.layers * shape.dim + block if plan.recipe.engine.recompute else shape.layers * block
             largest = max(largest, tokens * kept)

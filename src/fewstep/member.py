@@ -12,9 +12,10 @@ from rich.console import Console
 from torch import Tensor
 
 from fewstep.assemble import assemble
+from fewstep.checkpoint.background import Saver
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
-from fewstep.checkpoint.save import Checkpoint, CheckpointSection, save_checkpoint, take_part
+from fewstep.checkpoint.save import Checkpoint, CheckpointSection, take_part
 from fewstep.config import recipe_type
 from fewstep.data.sources import open_dataset
 from fewstep.engines.mesh import Mesh, Ranks, join
@@ -27,11 +28,19 @@ from fewstep.trajectories import generate
 class Member:
     """What one process contributes to a run.
 
-    roles: those that live here; all of the method, unless the run is split over groups of workers.
+    roles: those that live here; all of the method, unless the run is split over groups of workers. saver: what writes
+    its checkpoints.
     """
 
-    def __init__(self, plan: Plan, run: RunFolder, mesh: Mesh | None, roles: tuple[str, ...] | None = None):
-        self.plan, self.mesh = plan, mesh
+    def __init__(
+        self,
+        plan: Plan,
+        run: RunFolder,
+        mesh: Mesh | None,
+        roles: tuple[str, ...] | None = None,
+        saver: Saver | None = None,
+    ):
+        self.plan, self.mesh, self._saver = plan, mesh, saver or Saver()
         self.engine = assemble(plan, mesh, roles)
         self._check = validator(plan, self.engine.roles["student"], run) if "student" in self.engine.roles else None
 
@@ -50,12 +59,12 @@ class Member:
         return {name: (int(o.updates), int(o.skipped)) for name, o in self.engine.optimizers.items()}
 
     def save(self, checkpoints: Path, meta: Meta | None, keep: CheckpointSection) -> None:
-        """Writes a checkpoint; every process but the first hands in its parts (``meta`` None)."""
+        """Writes a checkpoint, or begins to; every process but the first hands in its parts (``meta`` None)."""
         state = self.engine.state()
         if meta is None:
             take_part(state)
         else:
-            save_checkpoint(checkpoints, meta.iteration, state, meta.to_json(), keep)
+            self._saver.save(checkpoints, meta.iteration, state, meta.to_json(), keep)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Goes on from there."""

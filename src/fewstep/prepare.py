@@ -74,6 +74,11 @@ class Plan:
         return self.sampler.shape
 
     @property
+    def rows(self) -> tuple[int, int]:
+        """(i, n): this process trains on rows i, i + n, ... of every batch."""
+        return self.ranks.rows(self.recipe.engine.sequence)
+
+    @property
     def models(self) -> dict[str, dict[str, Any]]:
         """The resolved model section of every role that has one, as plain values."""
         return {name: role.model.model_dump(mode="json") for name, role in self.roles.items() if role.model is not None}
@@ -167,6 +172,7 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
         *odd_ranks(plan),
+        *odd_division(plan),
         *missing_packages(recipe.observe),
     ]
     if errors:
@@ -322,15 +328,39 @@ def odd_ranks(plan: Plan) -> Iterator[str]:
     worlds = {group.size: f"{group.size} workers of group '{group.name}'" for group in plan.groups}
     worlds = worlds or {plan.ranks.world: f"{plan.ranks.world} processes"}
     for world, named in worlds.items():
-        if batch % (world * parts):
-            of = named if parts == 1 else f"{named} and the method's {parts} parts"
-            yield f"data.batch = {batch}: it must be a multiple of {world * parts}, for {of}"
+        if world % engine.sequence:
+            yield f"engine.sequence = {engine.sequence}: it must divide the number of processes, {world}"
+            continue
+        rows = world // engine.sequence
+        if batch % (rows * parts):
+            of = named if engine.sequence == 1 else f"{rows} groups of {engine.sequence} processes"
+            of += "" if parts == 1 else f" and the method's {parts} parts"
+            yield f"data.batch = {batch}: it must be a multiple of {rows * parts}, for {of}"
         if world % engine.replicas:
             yield f"engine.replicas = {engine.replicas}: it must divide the number of processes, {world}"
         if world > 1 and engine.compile == "graphs":
             yield "engine.compile = graphs: it is for one process; write engine.compile=blocks, or null"
-    if engine.compile == "graphs" and isinstance(engine, RaySection) and engine.layout == "colocated":
+    if not isinstance(engine, RaySection):
+        return
+    if engine.sequence > 1:
+        yield f"engine.sequence = {engine.sequence}: it is for engine.name=process; leave it out"
+    if plan.recipe.checkpoint.asynchronous:
+        yield "checkpoint.asynchronous = true: it is for engine.name=process; leave it out"
+    if engine.compile == "graphs" and engine.layout == "colocated":
         yield "engine.compile = graphs: it needs weights that stay where they are; write engine.compile=blocks"
+
+
+def odd_division(plan: Plan) -> Iterator[str]:
+    """Which networks' tokens cannot be divided over the processes that share a row."""
+    sequence, (_, _, height, width) = plan.recipe.engine.sequence, plan.shape
+    for name, role in plan.roles.items():
+        if role.model is None:
+            continue
+        shape = role.model.architecture
+        tokens = (height // shape.patch[1]) * (width // shape.patch[2])
+        for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):
+            if count % sequence:
+                yield f"engine.sequence = {sequence}: it must divide the {count} {what} of {name}"
 
 
 def _trained(

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from fewstep import __version__
 from fewstep.checkpoint.atomic import replace_text
+from fewstep.checkpoint.background import Saver
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete
@@ -60,9 +61,10 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
 
 def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
     recipe, ranks = plan.recipe, plan.ranks
+    saver = Saver()
     if not plan.groups:
         generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
-    with StopRequest() if ranks.first else StopRequest("") as stop, trainer_of(plan, run) as trainer:
+    with StopRequest() if ranks.first else StopRequest("") as stop, trainer_of(plan, run, saver) as trainer:
         iteration, time_s = restore(trainer, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
         observer = observe(plan, run, iteration, time_s)
@@ -74,12 +76,14 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
                 metrics = trainer.run(iteration)
                 iteration += 1
                 observer.train(iteration, metrics, recipe.data.batch)
+                saver.check()
                 if is_saved(recipe, iteration):
                     saved = save(trainer, plan, run, observer, iteration)
                 if due(iteration):
                     validate(trainer, observer, iteration)
             if saved != iteration:
                 save(trainer, plan, run, observer, iteration)
+            saver.wait()
             refuse_barren(trainer)
             farewell = f"Checkpoint saved. Go on with: {go_on}"
             if iteration >= recipe.iterations:
@@ -90,7 +94,7 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
 
 
 @contextmanager
-def trainer_of(plan: Plan, run: RunFolder) -> Iterator[Member | Driver]:
+def trainer_of(plan: Plan, run: RunFolder, saver: Saver) -> Iterator[Member | Driver]:
     """What runs the iterations, alone in the run's folder: this process, or the workers that it starts."""
     recipe, ranks = plan.recipe, plan.ranks
     if isinstance(recipe.engine, RaySection):
@@ -99,9 +103,9 @@ def trainer_of(plan: Plan, run: RunFolder) -> Iterator[Member | Driver]:
         with run.lock(), Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:
             yield driver
         return
-    group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
-    with group as mesh, run.lock() if ranks.first else nullcontext():
-        yield Member(plan, run, mesh)
+    how = {name: getattr(recipe.engine, name) for name in ("timeout_s", "replicas", "sequence")}
+    with join(ranks, plan.device, **how) as mesh, run.lock() if ranks.first else nullcontext(), saver:
+        yield Member(plan, run, mesh, saver=saver)
 
 
 def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float) -> Observer | Unobserved:
@@ -151,7 +155,7 @@ def refuse_barren(trainer: Member | Driver) -> None:
 
 
 def save(trainer: Member | Driver, plan: Plan, run: RunFolder, observer: Observer | Unobserved, iteration: int) -> int:
-    """Writes the checkpoint of ``iteration``; returns that number."""
+    """Writes the checkpoint of ``iteration``, or lets it be written beside the training; returns that number."""
     if isinstance(observer, Unobserved):
         trainer.save(run.checkpoints, None, plan.recipe.checkpoint)
         return iteration

@@ -76,8 +76,9 @@ def test_views_of_one_storage_sleep_once_and_stay_views_of_it():
     sleeper = Sleeper(lambda: [front, back])
     sleeper.sleep()
     assert held([flat]) == 0
-    assert torch.equal(sleeper.value(back), torch.arange(12.0).view(3, 4).T)
-    assert torch.equal(sleeper.value(part), torch.tensor([3.0, 4.0]))
+    found = [sleeper.value(view) for view in (back, part)]
+    assert torch.equal(found[0], torch.arange(12.0).view(3, 4).T)
+    assert torch.equal(found[1], torch.tensor([3.0, 4.0]))
     sleeper.wake()
     flat[0] = 9
     assert front[0] == back[0, 0] == 9
@@ -156,14 +157,17 @@ def test_in_a_phase_nothing_is_awake_but_what_it_uses(monkeypatch):
     """The critic's losses are handed the teacher, and do not call it."""
     made, seen = engine(dmd2(), offload=True), {}
     made.run(0)
-    for name in ("_record", "_train"):
 
-        def watched(phase, *arguments, plain=getattr(made, name)):
+    def watched(plain):
+        def watching(phase, *arguments):
             result = plain(phase, *arguments)
             seen[phase.name] = {name for name, sleeper in made.sleepers.items() if not sleeper.asleep}
             return result
 
-        monkeypatch.setattr(made, name, watched)
+        return watching
+
+    for name in ("_record", "_train"):
+        monkeypatch.setattr(made, name, watched(getattr(made, name)))
     made.run(1)
     critic = {"critic", "critic.optimizer", "discriminator", "discriminator.optimizer"}
     assert seen == {

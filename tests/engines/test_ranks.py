@@ -68,7 +68,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *METHODS, "copies", "toggled", "raises"])
+    return ended_workers(folder, [*METHODS, "copies", "toggled", "raises"])
+
+
+def ended_workers(folder: Path, jobs: Sequence[str], world: int = 2) -> Ended:
+    """Runs the jobs on so many ranks."""
+    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *jobs], world)
     try:
         said = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:

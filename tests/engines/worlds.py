@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fewstep.data.api import Items
 from fewstep.data.batches import BatchSource
 from fewstep.data.order import BatchOrder
-from fewstep.engines.mesh import Mesh, Ranks
+from fewstep.engines.mesh import Mesh
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import AveragedRole, Role, freeze
 from fewstep.engines.shards import ShardedRole, shard
@@ -99,20 +99,20 @@ def streams(
     return kind(kind.Section(**values), rollout)
 
 
-def network(seed: int, layers: int = 2, causal: CausalSection | None = None) -> Wan:
+def network(seed: int, layers: int = 2, causal: CausalSection | None = None, heads: int = 3) -> Wan:
     """2 layers, 3 heads, 48 wide, classes with a null; nothing in it is zero."""
-    made = build(tiny_section(LABELS, layers=layers, causal=causal))
+    made = build(tiny_section(LABELS, layers=layers, causal=causal, heads=heads))
     randomise(made, seed)
     return made
 
 
-def networks(method: Method, *, same: Sequence[str] = ()) -> dict[str, nn.Module]:
+def networks(method: Method, *, same: Sequence[str] = (), heads: int = 3) -> dict[str, nn.Module]:
     """A network for every role of the method, each with weights of its own; those of ``same`` are alike."""
     found: dict[str, nn.Module] = {}
     causal = CausalSection(block_frames=1) if needs_clips(method) else None
     for seed, name in enumerate(name for name in method.roles if name != "ema"):
         sees = STREAMING if name == "student" and chunks_of(method) > 1 else causal
-        found[name] = network(0 if name in same else seed, causal=sees)
+        found[name] = network(0 if name in same else seed, causal=sees, heads=heads)
         if name == "discriminator":
             reads = method.gan.section.layers or (0,)  # type: ignore[union-attr]
             found[name] = randomise(Discriminator(48, len(reads)), seed)
@@ -145,7 +145,7 @@ def engine(
     only: Sequence[str] | None = None,
 ) -> ProcessEngine:
     """A new engine; every one of the same arguments is equal to the last bit. ``only``: of the roles."""
-    at = mesh.ranks if mesh else Ranks()
+    rank, world = mesh.ranks.rows(mesh.sequence) if mesh else (0, 1)
     optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
     schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
     masters = torch.promote_types(dtype, torch.float32)
@@ -166,7 +166,7 @@ def engine(
     data = Tiles(3 if needs_clips(method) or chunks_of(method) > 1 else 1)
     source = (TracedBatches if isinstance(method, OdeInit) else BatchSource)(
         data,
-        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method), rank=at.rank, world=at.world),
+        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method), rank=rank, world=world),
         lambda pixels: codec.encode(pixels).to(masters),
         lambda labels: (conditioner.condition(labels), conditioner.null(len(labels), labels.device)),
         device,

@@ -42,6 +42,9 @@ class CheckpointSection(Section):
     """Newest checkpoints that stay."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints at multiples of this many iterations stay as well; a multiple of ``every``."""
+    asynchronous: bool = False
+    """Whether training goes on while a checkpoint is written, from a copy in host memory that is as large as the
+    checkpoint; else one tensor at a time is held there."""
 
     @model_validator(mode="after")
     def _kept_ones_are_written(self) -> CheckpointSection:

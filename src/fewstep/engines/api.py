@@ -27,6 +27,9 @@ class EngineSection(Section):
     """Groups of processes that each hold all weights; 1 cuts every weight over all processes. With more, weights are
     gathered inside a group alone (a machine, say), at the price of as many times the memory. It must divide the number
     of processes."""
+    sequence: int = Field(default=1, ge=1)
+    """Processes that share the rows of a batch, and divide the tokens of every frame among them: for clips whose
+    activations one GPU cannot hold. It must divide the number of processes, heads, and tokens of a frame."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a process waits for the others before the run ends with an error that names the one that is missing."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

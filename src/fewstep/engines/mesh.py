@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fewstep.engines.sequence import DividedTokens
 from fewstep.errors import UserError
 
 GRACE_S = 5.0
@@ -57,6 +58,11 @@ class Ranks:
             ) from None
         return cls(rank, world, local)
 
+    def rows(self, sequence: int) -> tuple[int, int]:
+        """(i, n): this process has rows i, i + n, ... of every batch, as have all that share its rows, ``sequence`` in
+        all."""
+        return self.rank // sequence, self.world // sequence
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world} on {socket.gethostname()}"
 
@@ -69,12 +75,18 @@ class Mesh:
     """The group of all ranks. Made by :func:`join`.
 
     axes: the device mesh that weights are cut along; its last axis is ``shard``, and before it stands ``replicate``
-    where ranks hold copies.
+    where ranks hold copies. division: of the tokens of a row, over the ranks that share its rows, one after the other;
+    None where each has rows of its own.
     """
 
-    def __init__(self, ranks: Ranks, axes: DeviceMesh, store: dist.Store):
-        self.ranks, self.axes, self._store = ranks, axes, store
+    def __init__(self, ranks: Ranks, axes: DeviceMesh, store: dist.Store, division: DividedTokens | None = None):
+        self.ranks, self.axes, self.division, self._store = ranks, axes, division, store
         self._messages = 0
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share a row."""
+        return self.division.ranks if self.division else 1
 
     @property
     def replicas(self) -> int:
@@ -116,15 +128,19 @@ class Mesh:
             self._store.set(key, text)
         return self._store.get(key).decode()
 
-    def all_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of the global batch, of which each rank holds rows rank, rank + world, ..."""
+    def all_rows(self, tensor: Tensor, *, per_head: bool = False) -> Tensor:
+        """The rows of the global batch, of which :meth:`Ranks.rows` says which a rank holds. per_head: of tensors
+        [b n h e] each rank holds the heads that it has where tokens are divided."""
         parts = [torch.empty_like(tensor) for _ in range(self.ranks.world)]
         dist.all_gather(parts, tensor.contiguous())
-        return torch.stack(parts, 1).flatten(0, 1)
+        groups = [parts[first : first + self.sequence] for first in range(0, self.ranks.world, self.sequence)]
+        return torch.stack([torch.cat(g, 2) if per_head else g[0] for g in groups], 1).flatten(0, 1)
 
-    def my_rows(self, tensor: Tensor) -> Tensor:
+    def my_rows(self, tensor: Tensor, *, per_head: bool = False) -> Tensor:
         """The inverse of :meth:`all_rows`."""
-        return tensor[self.ranks.rank :: self.ranks.world]
+        mine, num = self.ranks.rows(self.sequence)
+        own = tensor[mine::num]
+        return self.division.own(own, 2) if per_head and self.division else own
 
     def explained(self, error: BaseException) -> BaseException:
         """The error, told to the other ranks; or, where it only says that one of them is gone, a RankError that says
@@ -156,14 +172,20 @@ class Mesh:
 
 @contextmanager
 def join(
-    ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1, store: dist.Store | None = None
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    replicas: int = 1,
+    sequence: int = 1,
+    store: dist.Store | None = None,
 ) -> Iterator[Mesh | None]:
     """Inside, this process is one of a group; None where it is the only one.
 
     device: of this rank; nccl moves what lies on GPUs, gloo what lies in the host's memory. timeout_s: how long a rank
-    waits for the others. replicas: groups of ranks that each hold all weights. store: through which the ranks find each
-    other; left out, that of the launcher. An error inside is told to the other ranks, which raise RankError with this
-    rank's name; so does a rank that waited in vain.
+    waits for the others. replicas: groups of ranks that each hold all weights. sequence: ranks that share the tokens of
+    a row. store: through which the ranks find each other; left out, that of the launcher. An error inside is told to
+    the other ranks, which raise RankError with this rank's name; so does a rank that waited in vain.
     """
     if ranks.world == 1:
         yield None
@@ -178,7 +200,11 @@ def join(
     names, sizes = ("shard",), (ranks.world,)
     if replicas > 1:
         names, sizes = ("replicate", "shard"), (replicas, ranks.world // replicas)
-    mesh = Mesh(ranks, init_device_mesh(device.type, sizes, mesh_dim_names=names), store)
+    axes, division = init_device_mesh(device.type, sizes, mesh_dim_names=names), None
+    if sequence > 1:
+        rows = init_device_mesh(device.type, (ranks.world // sequence, sequence), mesh_dim_names=("rows", "sequence"))
+        division = DividedTokens(rows.get_group("sequence"))
+    mesh = Mesh(ranks, axes, store, division)
     try:
         yield mesh
     except Exception as error:

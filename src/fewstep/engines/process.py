@@ -117,11 +117,12 @@ class ProcessEngine:
         groups = {name: self.roles[name].state() for name in self.optimizers}
         kept = {moments_of(name): (name, optimizer.state()) for name, optimizer in self.optimizers.items()}
         if self.ema is not None:
-            kept["ema"] = ("student", self.ema.state())
+            kept["ema"] = "student", self.ema.state()
         for group, (name, tensors) in kept.items():
             values = {key: self.sleepers[group].value(tensor) for key, tensor in tensors.items()}
             groups[group] = self.roles[name].whole(values)
-        return groups | {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
+        groups |= {f"{CARRY}{slot}": self._all_rows(carry) for slot, carry in self.carries.items()}
+        return groups
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """The inverse of :meth:`state`; strict: a missing group or tensor raises KeyError or RuntimeError."""
@@ -135,10 +136,9 @@ class ProcessEngine:
         self.wake({"ema"})
         self.ema.load(self.roles["student"].cut(state["ema"]))
         device = next(self.roles["student"].network.parameters()).device
-        mine = self.mesh.my_rows if self.mesh else lambda tensor: tensor
         self.carries = {
             int(group.removeprefix(CARRY)): map_tensors(
-                lambda tensor: mine(tensor).to(device, copy=True), Carry.of(tensors)
+                lambda tensor: tensor.to(device, copy=True), Carry.of(self._my_rows(tensors))
             )
             for group, tensors in state.items()
             if group.startswith(CARRY)
@@ -205,11 +205,21 @@ class ProcessEngine:
         if mesh is None:
             return tensors
 
-        def later(rows: Tensor) -> Later:
-            shape = (len(rows) * mesh.ranks.world, *rows.shape[1:])
-            return Later(shape, rows.dtype, partial(mesh.all_rows, rows))
+        def later(name: str, rows: Tensor) -> Later:
+            shape, per_head = [len(rows) * mesh.ranks.rows(mesh.sequence)[1], *rows.shape[1:]], is_per_head(name)
+            shape[2:3] = [size * (mesh.sequence if per_head else 1) for size in shape[2:3]]
+            return Later(tuple(shape), rows.dtype, partial(mesh.all_rows, rows, per_head=per_head))
 
-        return {name: tensor if name == "history" else later(tensor) for name, tensor in tensors.items()}
+        return {name: tensor if name == "history" else later(name, tensor) for name, tensor in tensors.items()}
+
+    def _my_rows(self, carry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`_all_rows`."""
+        if self.mesh is None:
+            return dict(carry)
+        return {
+            name: tensor if name == "history" else self.mesh.my_rows(tensor, per_head=is_per_head(name))
+            for name, tensor in carry.items()
+        }
 
     def _pieces(
         self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]
@@ -233,10 +243,15 @@ class ProcessEngine:
 
 def sleepers_of(roles: dict[str, Role], optimizers: dict[str, RoleOptimizer], ema: EMA | None) -> dict[str, Sleeper]:
     """What can sleep by itself: the weights of every role, the moments of those that are trained, and the average."""
-    found = {name: role.weights for name, role in roles.items()}
+    found = {name: role.weights for name, role in roles.items() if name != "ema"}
     for name, optimizer in optimizers.items():
         found[moments_of(name)] = Sleeper(lambda optimizer=optimizer: optimizer.state().values())
     return found if ema is None else found | {"ema": Sleeper(ema.shadows.values)}
+
+
+def is_per_head(name: str) -> bool:
+    """Whether a tensor of a carry is keys or values."""
+    return name.startswith("history.")
 
 
 def moments_of(name: str) -> str:

@@ -18,7 +18,7 @@ from fewstep.engines.mesh import Mesh
 from fewstep.engines.offload import Sleeper
 from fewstep.engines.roles import Role
 from fewstep.models.wan.model import Wan
-from fewstep.models.wan.parallelize import shard_blocks
+from fewstep.models.wan.parallelize import divide_tokens, shard_blocks
 
 
 class ShardedRole(Role):
@@ -111,8 +111,11 @@ def gathered(owner: Any, part: Tensor) -> Tensor:
 
 
 def shard(network: nn.Module, mesh: Mesh) -> None:
-    """Cuts every weight of the network over the ranks, in place; on the meta device nothing is allocated."""
+    """Cuts every weight of the network over the ranks, in place, and the tokens that it works on where ranks share
+    them; on the meta device nothing is allocated."""
     if isinstance(network, Wan):
+        if mesh.division:
+            divide_tokens(network, mesh.division)
         shard_blocks(network, mesh.axes)
     else:
         fully_shard(network, mesh=mesh.axes, reshard_after_forward=True)
