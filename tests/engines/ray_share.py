@@ -47,8 +47,9 @@ class Share:
 
     def validate(self, iteration: int) -> dict[str, float]:
         del iteration
+        asleep = float(all(sleeper.asleep for sleeper in self.engine.sleepers.values()))
         self.engine.wake(())
-        return {
+        return {"asleep": asleep} | {
             f"moved/{name}": float(any(not torch.equal(value, self.begun[name][key]) for key, value in now.items()))
             for name, now in weights(self.engine).items()
         }

@@ -102,7 +102,11 @@ def assert_trained(found: dict[str, dict[str, Tensor]], start: dict[str, Tensor]
     assert found["student.optimizer"]["exp_avg/blocks.0.self_attention.q.weight"].abs().max() > 1e-9
     assert any(not torch.equal(tensor, start[name]) for name, tensor in found["ema"].items())
     for name, value in moved.items():
-        assert value == float(name != "moved/teacher"), name
+        assert name == "asleep" or value == float(name != "moved/teacher"), name
+
+
+def seen(driver: Driver, group: str) -> dict[str, float]:
+    return driver._ask(group, "validate", 0)[0]
 
 
 def without_waits(row: dict[str, float]) -> dict[str, float]:
@@ -124,10 +128,18 @@ def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layou
         assert without_waits(driver.run(iteration)) == pytest.approx(row, rel=1e-9, abs=1e-9)
     found = saved(driver, tmp_path)
     assert_close(found, copied(one.state()))
-    moved = {
-        name: value for group in driver.groups for name, value in driver._ask(group.name, "validate", 0)[0].items()
-    }
+    moved = {name: value for group in driver.groups for name, value in seen(driver, group.name).items()}
     assert_trained(found, start, moved)
+
+
+def test_of_groups_that_take_turns_one_sleeps(fleet: Fleet):
+    """Weights, moments and average of whichever is idle."""
+    import ray
+
+    driver = fleet.driver("colocated", "dmd2_shared")
+    driver.run(0)
+    idle = {name: list(driver._workers[name].call("validate", 0)) for name in ("critic", "student")}
+    assert [ray.get(calls)[0]["asleep"] for calls in idle.values()] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("case", ["dmd2_fresh_gan", "dmd2_shared", "consistency"])
