@@ -61,7 +61,8 @@ def fewer(steps: int) -> tuple[str, ...]:
 
 
 FRAME_WISE = ("student.causal.block_frames=1",)
-SINK = ("student.causal.window=9", "student.causal.sink=3")
+SINK = ("student.causal.window=12", "student.causal.sink=3")
+"""Room for the sink, two blocks that are denoised together, and a finished one before them."""
 CORE = (
     Kind("teacher", "bidirectional teacher", "sft", steps=(50, 20, 4)),
     Kind("tf", "teacher forcing (TF)", "teacher_forcing", {"student": "teacher"}, steps=(20, 4)),

@@ -128,6 +128,16 @@ def test_ctrl_c_ends_a_stream_and_keeps_what_was_made(student, tmp_path):
 def test_what_a_file_cannot_have_is_refused_before_the_stream_begins(student, tmp_path):
     text = call("stream", student, "--frames", 1_000_000, "--fps", 60, "--out", tmp_path / "a.gif", code=2)
     assert "a GIF shows at most 50 frames a second" in text
+    text = call("stream", student, "--frames", 3, "--fps", 0.0001, "--out", tmp_path / "a.gif", code=2)
+    assert "a frame of a GIF lasts at most 655.35 s, so that fps = 0.0001 is too low; write 0.00153 or more" in text
+    assert "steps = 1001: write a number from 1 to 1000" in call("stream", student, "--steps", 1001, code=2)
+
+
+@pytest.mark.parametrize("label", ["@3", "Bagg, circle@3", "99@3", "", "Bagg"])
+def test_a_class_that_is_not_known_is_named_as_it_was_given(student, label):
+    text = call("stream", student, "--label", label, code=2)
+    assert f"--label {label or repr('')}: the model has no such class; " in text
+    assert "(or a number from 0 to 19)" in text
 
 
 def test_another_number_of_steps_than_the_trained_one_warns(student, tmp_path):
@@ -155,15 +165,15 @@ def test_a_student_that_continues_clips_is_sampled_judged_compared_and_exported(
     call("export", run.path, tmp_path / "exported")
     assert "name a recipe of that data by --recipe" in call("sample", tmp_path / "exported", "--num", 1, code=2)
     call("stream", tmp_path / "exported", "--recipe", run.recipe, "--frames", 6, "--out", tmp_path / "b.gif")
-    call("stream", run.path, "--frames", 6, "--out", tmp_path / "c.gif")
+    text = call("stream", run.path, "--frames", 6, "--out", tmp_path / "c.gif")
+    assert f"6 frames of {run.path} (ema weights), the first 3 of them given: 3 steps" in text
     assert frames(tmp_path / "b.gif") == frames(tmp_path / "c.gif")
     assert frames_in(tmp_path / "b.gif") == 6
 
 
 def test_rolling_students_are_compared_at_steps_that_they_can_take(world):
-    run = world.train(
-        SELF_FORCING, "sampling.steps=4", "validation.steps=[4]", "sampling.rolling_blocks=2", into="rolls"
-    )
+    rolls = ("sampling.steps=4", "validation.steps=[4]", "sampling.rolling_blocks=2", "student.causal.window=9")
+    run = world.train(SELF_FORCING, *rolls, into="rolls")
     call("eval", run.path, "--num-samples", 66, "--compare", world.run("wan_nano_video/sft").path)
     assert (run.samples / "compare.png").is_file()
 

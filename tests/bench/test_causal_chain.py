@@ -17,6 +17,7 @@ from fewstep.checkpoint.source import open_source
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.config import Recipe, load_recipe
 from fewstep.prepare import prepare
+from fewstep.rollout.rolling import Rolling
 from tests.recipes.tiny_runs import MODEL, write_clothes
 
 WHOLE_RUNS = True
@@ -107,7 +108,11 @@ def test_the_variants_differ_in_what_their_names_say(folder: Path):
     frame_wise = {name for name, section in causal.items() if section and section.block_frames == 1}
     assert frame_wise == {"tf-frame", "cd-frame", "dmd-frame"}
     assert {name for name, section in causal.items() if section and section.sink == 3} == {"dmd-sink", "dmd-rolling"}
+    assert causal["dmd-sink"] == causal["dmd-rolling"]
+    assert causal["dmd-rolling"] is not None
+    assert causal["dmd-rolling"].window == 12
     assert recipes["dmd-rolling"].sampling.rolling_blocks == 2
+    Rolling.of(recipes["dmd-rolling"].sampling, (12, 1, 16, 16), causal["dmd-rolling"])
     for name, steps in (("dmd-2step", 2), ("dmd-1step", 1)):
         assert (recipes[name].sampling.steps, recipes[name].sampling.first_block_steps) == (steps, 4)
     assert (recipes["ode-bi"].method.stop_per, recipes["ode-ar"].method.stop_per) == ("block", "sample")

@@ -193,7 +193,29 @@ def test_a_negative_prompt_of_another_shape_is_refused(tmp_path: Path):
         assert f"data.path: {file}: {message}" in told(tmp_path / "data")
 
 
-def test_only_headers_are_read_when_a_folder_is_opened(tmp_path: Path):
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf")])
+def test_a_negative_prompt_that_is_not_finite_is_refused_when_it_is_opened(tmp_path: Path, odd: float):
+    write_folder(tmp_path / "data")
+    file, text = tmp_path / "data" / "negative.safetensors", drawn(99, *TEXT)
+    text[2, 7] = text[4, 0] = odd
+    save_file({"text": text}, file)
+    message = f"data.path: {file}: 2 value(s) of text are NaN or infinite in bfloat16, the dtype of the texts; encode"
+    assert message in told(tmp_path / "data")
+
+
+def test_a_negative_prompt_that_the_dtype_of_the_texts_cannot_hold_is_refused(tmp_path: Path):
+    """float16 ends at 65504."""
+    write_folder(tmp_path / "data", dtypes=(torch.float32, torch.float16))
+    file, text = tmp_path / "data" / "negative.safetensors", drawn(99, *TEXT)
+    text[0, 0] = 65504.0
+    save_file({"text": text}, file)
+    assert opened(tmp_path / "data").negative is not None
+    text[0, 0] = 1e5
+    save_file({"text": text}, file)
+    assert "1 value(s) of text are NaN or infinite in float16" in told(tmp_path / "data")
+
+
+def test_only_headers_and_the_negative_prompt_are_read_when_a_folder_is_opened(tmp_path: Path):
     """Files that went away do not matter until a row of them is asked for."""
     write_folder(tmp_path / "data")
     data = opened(tmp_path / "data")

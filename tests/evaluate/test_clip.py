@@ -14,7 +14,7 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from fewstep.errors import UserError
-from fewstep.evaluate.clip import mp4_writer, save_clip_grid, save_gif, save_mp4
+from fewstep.evaluate.clip import check_fps, mp4_writer, save_clip_grid, save_gif, save_mp4
 from fewstep.evaluate.picture import save_film, save_grid, to_uint8
 
 
@@ -86,11 +86,42 @@ def test_a_gif_keeps_time_though_it_counts_in_hundredths_of_a_second(tmp_path: P
         assert image.info["loop"] == 0, "for ever"
 
 
-@pytest.mark.parametrize("fps", [0.0, -3.0, float("nan"), float("inf"), 51.0])
+@pytest.mark.parametrize("fps", [0.0, -3.0, float("nan"), float("inf"), 51.0, 0.0015, 1e-9])
 def test_a_gif_refuses_frame_rates_that_it_cannot_keep(tmp_path: Path, fps: float):
-    with pytest.raises(UserError, match="frames"):
+    with pytest.raises(UserError, match="frame"):
         save_gif(tmp_path / "clip.gif", noise(2, 1, 4, 4), fps=fps)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_frame_of_a_gif_lasts_as_long_as_two_bytes_can_say_and_no_longer(tmp_path: Path):
+    """Hundredths of a second: 65535 of them at most, also for a picture that stands still."""
+    save_gif(tmp_path / "clip.gif", noise(3, 1, 4, 4), fps=0.00153)
+    assert gif_durations(tmp_path / "clip.gif") == [653_590, 653_600, 653_590]
+    save_gif(tmp_path / "longest.gif", noise(2, 1, 4, 4), fps=100 / 65535)
+    assert gif_durations(tmp_path / "longest.gif") == [655_350] * 2
+    with pytest.raises(UserError, match=r"lasts at most 655.35 s, .* fps = 0.0015 is too low; write 0.00153 or more"):
+        check_fps(tmp_path / "clip.gif", 0.0015)
+    still = noise(1, 1, 4, 4).expand(7, -1, -1, -1)
+    with pytest.raises(UserError, match=r"stands still for more than the 655.35 s .* write an .mp4, or more frames"):
+        save_gif(tmp_path / "still.gif", still, fps=0.01)
+    assert {path.name for path in tmp_path.iterdir()} == {"clip.gif", "longest.gif"}
+
+
+@pytest.mark.parametrize(
+    ("fps", "message"),
+    [
+        (0.0004, "a frame of an mp4 lasts at most 1000.00 s, so that fps = 0.0004 is too low; write 0.001 or more"),
+        (1e12, "an mp4 shows at most 100000 frames a second, not 1e"),
+    ],
+)
+def test_an_mp4_refuses_frame_rates_that_it_cannot_keep(tmp_path: Path, fps: float, message: str):
+    pytest.importorskip("av")
+    with pytest.raises(UserError, match=message):
+        save_mp4(tmp_path / "clip.mp4", noise(2, 1, 4, 4), fps=fps)
+    assert list(tmp_path.iterdir()) == []
+    for kept in (0.001, 100_000.0):
+        save_mp4(tmp_path / f"{kept}.mp4", noise(2, 1, 4, 4), fps=kept)
+        assert mp4_frames(tmp_path / f"{kept}.mp4")[1] == kept
 
 
 def test_an_mp4_of_a_grey_clip_is_the_clip_but_for_rounding(tmp_path: Path):

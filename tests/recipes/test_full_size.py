@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fewstep.assemble import batch_source
 from fewstep.checkpoint.source import open_source
@@ -317,6 +318,55 @@ def test_texts_of_ones_own_are_sampled_with_and_without_guidance(world: LatentWo
     save_file({"texts": text}, file)
     assert "it holds texts; write text [n l d] of floats" in call(*shared, tmp_path, code=2)
     assert "there is no such file" in call("sample", model, "--embeddings", tmp_path / "no", code=2)
+
+
+UNFIT: dict[str, tuple[dict[str, Tensor], str]] = {
+    "no rows": ({"text": drawn(7, 0, 9, 20)}, "text has shape [0, 9, 20]; write [n l d], each at least 1"),
+    "no tokens": ({"text": drawn(7, 2, 0, 20)}, "text has shape [2, 0, 20]; write [n l d], each at least 1"),
+    "NaN": (
+        {"text": drawn(7, 3, 9, 20).index_fill(0, torch.tensor([1]), float("nan"))},
+        "text has NaN or infinite values, the first in row 1; write it again, as finite numbers",
+    ),
+    "infinite": (
+        {"text": drawn(7, 2, 9, 20), "negative": drawn(8, 9, 20).index_fill(0, torch.tensor([4]), float("inf"))},
+        "negative has NaN or infinite values, the first in row 4; write it again, as finite numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_texts_that_no_sample_can_be_made_of_are_refused_and_nothing_is_written(
+    world: LatentWorld, tmp_path: Path, name: str
+):
+    model, file = world.trained("wan-1.3b-student").path, tmp_path / "texts.safetensors"
+    tensors, message = UNFIT[name]
+    save_file(tensors, file)
+    told = call("sample", model, "--embeddings", file, "--guidance", "3", "--out", tmp_path / "made", code=2)
+    assert f"--embeddings {file}: {message}" in told
+    assert not (tmp_path / "made").exists()
+
+
+def test_rows_that_are_not_asked_for_may_be_anything(world: LatentWorld, tmp_path: Path):
+    model, file = world.trained("wan-1.3b-student").path, tmp_path / "texts.safetensors"
+    text = drawn(7, 3, 9, 20)
+    text[2] = float("nan")
+    save_file({"text": text}, file)
+    call("sample", model, "--embeddings", file, "--num", 2, "--out", tmp_path / "made.safetensors")
+    assert torch.equal(load_file(tmp_path / "made.safetensors")["text"], text[:2])
+
+
+def test_more_samples_than_there_are_texts_are_refused(world: LatentWorld, tmp_path: Path):
+    model, file = world.trained("wan-1.3b-student").path, tmp_path / "texts.safetensors"
+    save_file({"text": drawn(7, 2, 9, 20)}, file)
+    for more, place, found in (
+        ([], f"data.path = {world.path / 'latents'}", 7),
+        (["--embeddings", file], f"--embeddings {file}", 2),
+    ):
+        told = call("sample", model, *more, "--num", 100, "--out", tmp_path / "made", code=2)
+        assert f"--num 100: {place} has {found} text(s), one for each sample; write {found} or less" in told
+    assert not (tmp_path / "made").exists()
+    call("sample", model, "--num", 7, "--out", tmp_path / "all.safetensors")
+    assert len(load_file(tmp_path / "all.safetensors")["latents"]) == 7
 
 
 def test_clips_that_are_continued_begin_like_those_of_the_data(world: LatentWorld, tmp_path: Path):

@@ -12,12 +12,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from fewstep.errors import UserError
 from fewstep.flow.sigmas import ladder
 from fewstep.models.wan.conditioner import LabelCond
 from fewstep.models.wan.model import Wan
 from fewstep.records import Batch, Rollout
 from fewstep.rng import Draw
 from fewstep.rollout.few_step import FewStep, SamplingSection
+from fewstep.rollout.sampler import sampler_of
 from tests.methods.gaussian import AffineModel, new_affine_model
 from tests.models.tiny import LABELS, randomise, tiny_section
 
@@ -262,6 +264,27 @@ def test_given_sigmas_are_never_shifted_again():
 def test_a_ladder_that_cannot_be_walked_is_refused(values):
     with pytest.raises(ValidationError):
         SamplingSection(**values)
+
+
+def test_another_number_of_steps_is_from_1_to_1000():
+    section = SamplingSection(steps=4, shift=2.0)
+    assert len(section.with_steps(1000).resolved()) == 1000
+    for steps in (0, 1001):
+        with pytest.raises(UserError, match=f"^steps = {steps}: write a number from 1 to 1000$"):
+            section.with_steps(steps)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"first_block_steps": 3}, "first_block_steps = 3: .* write null, or give the network a causal section"),
+        ({"given_frames": 2}, "given_frames = 2: .* write 0, or"),
+        ({"stop": "block"}, "stop = block: .* write shared, or"),
+    ],
+)
+def test_what_only_causal_networks_follow_is_refused_with_what_a_recipe_writes_instead(setting, message):
+    with pytest.raises(UserError, match="sampling." + message):
+        sampler_of(SamplingSection(steps=4, **setting), (4, 3, 2, 2), None)
 
 
 def test_the_trained_number_of_steps_is_the_trained_sampler():

@@ -149,7 +149,7 @@ def test_a_rolling_stream_is_the_sample_block_by_block_with_guidance_and_given_f
 
 @torch.no_grad()
 def test_a_rolling_stream_keeps_its_size_and_follows_its_prompts():
-    form = {"block_frames": 1, "window": 5, "sink": 1, "positions": "reindexed"}
+    form = {"block_frames": 1, "window": 6, "sink": 1, "positions": "reindexed"}
     model, made = network(form), rolling(form, 4)
     other = LabelCond(torch.tensor([1, 4]))
     streams = [
@@ -163,7 +163,7 @@ def test_a_rolling_stream_keeps_its_size_and_follows_its_prompts():
     assert relative(found[1][12], found[2][12]) > 1e-4
     history = streams[0]._clip._history  # type: ignore[union-attr]
     assert history is not None
-    assert (history.num_frames, history.kept) == (13, 4)
+    assert (history.num_frames, history.kept) == (13, 5)
 
 
 @torch.no_grad()
@@ -266,5 +266,24 @@ def test_a_recipe_rolls_where_it_says_so():
         SamplingSection(steps=4, rolling_blocks=3)
     with pytest.raises(ValueError, match="leave out first_block_steps and stop"):
         SamplingSection(steps=4, rolling_blocks=2, stop="block")
-    with pytest.raises(UserError, match="leaves 3 frames, and 2 rolling_blocks have 4: write a window of 5"):
-        sampler_of(section, (6, *CHW), CausalSection(block_frames=2, window=4, sink=1))
+
+
+@pytest.mark.parametrize(("block_frames", "sink", "blocks"), [(2, 1, 2), (1, 0, 4), (3, 3, 2)])
+def test_a_window_without_room_for_a_finished_block_is_refused(block_frames, sink, blocks):
+    """With room for one, the last blocks of a long clip see all of it; a frame less, and they would see the sink alone.
+    Block by block, the room for one block is enough."""
+    section, shape = SamplingSection(steps=4, rolling_blocks=blocks), (12 * block_frames, *CHW)
+    needed = sink + (blocks + 1) * block_frames
+    fits = CausalSection(block_frames=block_frames, window=needed, sink=sink)
+    assert isinstance(sampler_of(section, shape, fits), Rolling)
+    assert fits.recent(blocks * block_frames) == block_frames
+    narrow = fits.model_copy(update={"window": needed - 1})
+    with pytest.raises(UserError) as error:
+        sampler_of(section, shape, narrow)
+    message = str(error.value)
+    assert f"student.causal.window = {needed - 1}: less sink {sink} it leaves {needed - 1 - sink} frames" in message
+    assert f"{blocks} rolling_blocks of {block_frames} and one finished block that they go on from" in message
+    assert message.endswith(f"write a window of {needed} or more")
+    plain, least = SamplingSection(steps=4), fits.model_copy(update={"window": sink + block_frames})
+    assert not isinstance(sampler_of(plain, shape, least), Rolling)
+    assert Rolling.of(plain, shape, least).rolling_blocks == 1

@@ -57,7 +57,7 @@ def write_latents(
     VAE takes them, and ``text``. Raises UserError for texts that the model cannot read, and guidance without a negative
     prompt."""
     told = of_file(file, num) if file is not None else of_data(loaded, sampling, num, recipe)
-    _check(loaded, sampling, told, file)
+    _check(loaded, sampling, told, f"--embeddings {file}" if file else "data")
     place = _place(out, f"{stem}.safetensors")
     conditioner: Any = loaded.conditioner.of(told.negative)
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": told.given}
@@ -75,13 +75,17 @@ def write_latents(
 
 
 def of_file(file: Path, num: int | None) -> Told:
-    """The texts of a safetensors file: ``text`` [n l d] and, for guidance, ``negative`` [l d]. Raises UserError."""
+    """The first ``num`` texts of a safetensors file, all if None: ``text`` [n l d] and, for guidance, ``negative``
+    [l d]. Raises UserError where there are none or fewer, and for other shapes."""
     if not file.is_file():
         raise UserError(f"--embeddings {file}: there is no such file; write a safetensors file with text [n l d]")
     tensors = read_tensors(file)
     text, negative = tensors.get("text"), tensors.get("negative")
     if text is None or text.ndim != 3 or not text.is_floating_point():
         raise UserError(f"--embeddings {file}: it holds {', '.join(sorted(tensors))}; write text [n l d] of floats")
+    if 0 in text.shape:
+        raise UserError(f"--embeddings {file}: text has shape {list(text.shape)}; write [n l d], each at least 1")
+    _refuse_more(f"--embeddings {file}", num, len(text))
     if negative is not None and negative.shape != text.shape[1:]:
         raise UserError(f"--embeddings {file}: negative has shape {list(negative.shape)}; write {list(text.shape[1:])}")
     return Told(text[:num], negative if negative is None else negative.to(text.dtype))
@@ -89,7 +93,7 @@ def of_file(file: Path, num: int | None) -> Told:
 
 def of_data(loaded: LoadedModel, sampling: SamplingSection, num: int | None, recipe: str | None) -> Told:
     """The first texts of the data set, and of clips that are continued their beginnings. Raises UserError where the
-    data are not known, or are no latents."""
+    data are not known, are no latents, or are fewer than ``num``."""
     if recipe is not None:
         section: Any = load_recipe(find_recipe(recipe)).data
     elif loaded.source.recipe is not None:
@@ -102,18 +106,32 @@ def of_data(loaded: LoadedModel, sampling: SamplingSection, num: int | None, rec
     if not isinstance(section, LatentsSection):
         raise UserError(f"the data are {section.name}, without texts; name a file of embeddings by --embeddings")
     folder = LatentFolder(section)
+    _refuse_more(f"data.path = {section.path}", num, len(folder))
     ids = range(min(num or DEFAULT_NUM, len(folder)))
     items = folder.items(ids)
     given = loaded.codec.encode(items.latents)[:, : sampling.given_frames] if sampling.given_frames else None
     return Told(items.text, folder.negative, folder.prompts(ids), given)
 
 
-def _check(loaded: LoadedModel, sampling: SamplingSection, told: Told, file: Path | None) -> None:
+def _refuse_more(place: str, num: int | None, found: int) -> None:
+    if num is not None and num > found:
+        raise UserError(f"--num {num}: {place} has {found} text(s), one for each sample; write {found} or less")
+
+
+def _check(loaded: LoadedModel, sampling: SamplingSection, told: Told, place: str) -> None:
+    """place: where the texts come from."""
+    for name, tensor in (("text", told.text), ("negative", told.negative), ("latents", told.given)):
+        if tensor is not None and not (finite := tensor.isfinite()).all():
+            rows = (~finite.flatten(1).all(1)).nonzero().flatten().tolist()
+            raise UserError(
+                f"{place}: {name} has NaN or infinite values, the first in row {rows[0]}; write it again, as finite "
+                "numbers"
+            )
     width = loaded.role.network.section.architecture.text_dim  # type: ignore[union-attr]
     if told.text.shape[2] != width:
         raise UserError(f"the embeddings are {told.text.shape[2]} wide, {loaded.source.path} reads {width}")
     if sampling.guidance_scale != 1.0 and told.negative is None:
-        what = f"--embeddings {file}: it has no 'negative' [l d]" if file else "the data have no negative.safetensors"
+        what = "the data have no negative.safetensors" if place == "data" else f"{place}: it has no 'negative' [l d]"
         raise UserError(f"{what}, and guidance {sampling.guidance_scale:g} needs it; add it, or write --guidance 1")
     if sampling.given_frames and told.given is None:
         raise UserError(f"{loaded.source.path} continues clips, and a file of texts has none; leave --embeddings out")

@@ -33,11 +33,13 @@ def choose_labels(wanted: Sequence[str], classes: tuple[str, ...], num: int | No
 
     Raises UserError for a class that the model does not know, with the nearest name.
     """
-    ids = [_class(name, classes) for name in wanted] or list(range(len(classes)))
+    ids = [class_number(name, classes, name) for name in wanted] or list(range(len(classes)))
     return torch.tensor([ids[index % len(ids)] for index in range(num or 8 * len(ids))])
 
 
-def _class(name: str, classes: tuple[str, ...]) -> int:
+def class_number(name: str, classes: tuple[str, ...], text: str) -> int:
+    """The class called ``name``, or of that number. Raises UserError for another one, with the ``text`` that the user
+    gave for it."""
     known = {class_name.lower(): index for index, class_name in enumerate(classes)}
     if name.lower() in known:
         return known[name.lower()]
@@ -45,7 +47,9 @@ def _class(name: str, classes: tuple[str, ...]) -> int:
         return int(name)
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean '{classes[known[close[0]]]}'?" if close else f"the classes are {', '.join(classes)}"
-    raise UserError(f"--label {name}: the model has no such class; {hint} (or a number from 0 to {len(classes) - 1})")
+    raise UserError(
+        f"--label {text or repr(text)}: the model has no such class; {hint} (or a number from 0 to {len(classes) - 1})"
+    )
 
 
 def changes(classes: Sequence[str], *, raw: bool, guidance: float | None, num: int | None) -> list[str]:

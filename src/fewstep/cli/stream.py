@@ -105,9 +105,10 @@ def stream(
             write(loaded.codec.decode(x0)[0])
             if stop.asked:
                 break
-    first = 1000 * (made.first_frame_s or 0.0)
+    first, num_given = 1000 * (made.first_frame_s or 0.0), 0 if given is None else given.shape[1]
     say(
-        f"{made.num_frames} frames of {model} ({loaded.weights} weights): {len(sampling.resolved())} steps a block of "
+        f"{num_given + made.num_frames} frames of {model} ({loaded.weights} weights)"
+        f"{f', the first {num_given} of them given' if num_given else ''}: {len(sampling.resolved())} steps a block of "
         f"{causal.block_frames}; first frame after {first:.3g} ms, then {made.frames_per_s:.3g} frames per second on "
         f"{place.type}"
     )
@@ -119,7 +120,7 @@ def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any, frames: 
 
     Raises UserError for an unknown class, for a frame inside a block or past the end, and for two classes at one frame.
     """
-    from fewstep.cli.pictures import choose_labels
+    from fewstep.cli.pictures import class_number
 
     found: dict[int, int] = {}
     for text in labels:
@@ -134,5 +135,5 @@ def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any, frames: 
             raise UserError(f"--label {text}: the stream ends at {frames}; write an earlier frame, or more --frames")
         if block in found:
             raise UserError(f"--label {text}: another class is shown from frame {frame} on; write @ and a later frame")
-        found[block] = int(choose_labels([name], classes, 1)[0])
+        found[block] = class_number(name, classes, text)
     return {0: 0, **found}

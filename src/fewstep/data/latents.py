@@ -79,8 +79,9 @@ class Header:
 class LatentFolder:
     """The rows of all shards of a folder; ids follow the names of the files.
 
-    Opening reads headers alone. Raises UserErrors, each with the file, the value and what to write, for a folder or
-    tensors that are missing, for files that are cut off, and for shapes and dtypes that differ from shard to shard.
+    Opening reads headers, and the values of the negative prompt alone. Raises UserErrors, each with the file, the value
+    and what to write, for a folder or tensors that are missing, for files that are cut off, for shapes and dtypes that
+    differ from shard to shard, and for a negative prompt that is not finite.
     """
 
     classes: tuple[str, ...] = ()
@@ -215,13 +216,21 @@ class LatentFolder:
                     )
 
     def _odd_negative(self) -> Iterator[str]:
-        """Guidance runs the network on texts and the negative prompt at once."""
+        """Guidance runs the network on texts and the negative prompt at once, in the dtype of the texts."""
         assert self._negative is not None
         found = self._negative.shapes["text"]
         if found != self.text_shape:
             yield (
                 f"{self._negative.file}: text of shape {list(found)}, the texts of the items have "
                 f"{list(self.text_shape)}; pad or encode it like them"
+            )
+            return
+        assert self.negative is not None
+        if odd := int((~self.negative.isfinite()).sum()):
+            kind = str(self.negative.dtype).removeprefix("torch.")
+            yield (
+                f"{self._negative.file}: {odd} value(s) of text are NaN or infinite in {kind}, the dtype of the texts; "
+                "encode the negative prompt again, as finite numbers of that dtype"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -27,15 +29,18 @@ Clips = Float[Tensor, "_ _ c h w"]
 """A row of clips; another row may hold more or fewer of them, longer or shorter."""
 
 _SMALLEST = 128
-_MOST_GIF_FPS = 50
+_GIF_FPS = 100 / (2**16 - 1), 50.0
+"""A frame lasts at most 65535 hundredths of a second: the GIF has two bytes for it. Viewers slow down faster ones."""
+_MP4_FPS = 0.001, 100_000.0
 
 
 def save_gif(path: Path, pixels: Clip, fps: float = FPS) -> None:
     """A GIF that plays for ever. Clips of fewer than 128 rows are enlarged by a whole number.
 
     Grey is kept exactly; colours are, where a frame has 256 or fewer. A GIF counts time in hundredths of a second: its
-    frames begin at the nearest one. Raises UserError for ``fps`` not above 0 or above 50, ValueError for pixels that
-    are neither grey nor RGB.
+    frames begin at the nearest one. Raises UserError for ``fps`` below 0.00153 (a frame lasts at most 655.35 s) or
+    above 50, and where one picture stands still for longer than that; ValueError for pixels that are neither grey nor
+    RGB.
     """
     _write_gif(path, _pictures(pixels), fps)
 
@@ -43,8 +48,8 @@ def save_gif(path: Path, pixels: Clip, fps: float = FPS) -> None:
 def save_mp4(path: Path, pixels: Clip, fps: float = FPS) -> None:
     """An mp4 (H.264, colour at half resolution, nearly lossless in brightness), enlarged like a GIF.
 
-    Raises UserError where PyAV is missing and for ``fps`` not above 0, ValueError for pixels that are neither grey nor
-    RGB.
+    Raises UserError where PyAV is missing and for ``fps`` below 0.001 or above 100,000, ValueError for pixels that are
+    neither grey nor RGB.
     """
     with mp4_writer(path, fps) as write:
         for picture in _pictures(pixels):
@@ -86,7 +91,7 @@ def mp4_writer(path: Path, fps: float = FPS) -> Iterator[Callable[[Image.Image],
     """Yields a function that takes the pictures of an mp4 one by one, all of one size, and holds none of them.
 
     An odd height or width is filled up by its last row or column. The file is there when the block ends, and not at all
-    when it raises. Raises UserError where PyAV is missing and for ``fps`` not above 0.
+    when it raises. Raises UserError where PyAV is missing and for ``fps`` below 0.001 or above 100,000.
     """
     try:
         import av
@@ -121,13 +126,28 @@ def _write_gif(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
     first, *others = pictures
     begins = [round(100 * frame / fps) for frame in range(len(others) + 2)]
     durations_ms = [10 * (end - begin) for begin, end in pairwise(begins)]
-    with written_whole(path) as part:
-        first.save(part, format="GIF", save_all=True, append_images=others, duration=durations_ms, loop=0)
+    try:
+        with written_whole(path) as part:
+            first.save(part, format="GIF", save_all=True, append_images=others, duration=durations_ms, loop=0)
+    except (OverflowError, struct.error) as error:  # pictures that are the same are written as one, for all their time
+        raise UserError(
+            f"'{path}': one picture stands still for more than the 655.35 s that a GIF can show it; write an .mp4, or "
+            f"more frames a second than {fps:g}"
+        ) from error
 
 
 def check_fps(path: Path, fps: float) -> None:
     """Raises UserError for a number of frames per second that the file at ``path`` cannot have."""
     if not 0 < fps < float("inf"):
         raise UserError(f"fps = {fps}: write frames per second above 0")
-    if path.suffix.lower() == ".gif" and fps > _MOST_GIF_FPS:
-        raise UserError(f"'{path}': a GIF shows at most {_MOST_GIF_FPS} frames a second, not {fps:g}; write an .mp4")
+    gif = path.suffix.lower() == ".gif"
+    least, most = _GIF_FPS if gif else _MP4_FPS
+    kind = "a GIF" if gif else "an mp4"
+    if fps > most:
+        other = "write an .mp4" if gif else "write less"
+        raise UserError(f"'{path}': {kind} shows at most {most:.0f} frames a second, not {fps:g}; {other}")
+    if fps < least:
+        raise UserError(
+            f"'{path}': a frame of {kind} lasts at most {1 / least:.2f} s, so that fps = {fps:g} is too low; write "
+            f"{math.ceil(1e5 * least) / 1e5:g} or more"
+        )

@@ -28,11 +28,13 @@ from fewstep.rollout.carry import Carry
 from fewstep.section import Section
 from fewstep.shapes import Keys, Latents, Sigma
 
+MOST_STEPS = 1000
+
 
 class SamplingSection(Section):
     """How the trained network is sampled; travels with its weights. Give ``steps`` (with ``shift``) or ``sigmas``."""
 
-    steps: int | None = Field(default=None, ge=1, le=1000)
+    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
     """Number of network steps; the noise levels are the ladder of that many steps at ``shift``."""
     shift: float = Field(default=1.0, gt=0)
     """Shift of the ladder, applied once."""
@@ -42,7 +44,7 @@ class SamplingSection(Section):
     """``renoise`` predicts x0 and noises it afresh (few-step students), ``ode`` takes Euler steps (teachers)."""
     guidance_scale: float = Field(default=1.0, ge=0)
     """uncond + scale x (cond - uncond); 1 is off."""
-    first_block_steps: int | None = Field(default=None, ge=1, le=1000)
+    first_block_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
     """Of causal networks: number of steps of the first block, whose noise levels are the ladder of so many steps at
     ``shift``, with a random stop of its own in training; left out, it is made like the others."""
     history_sigma: float = Field(default=0.0, ge=0, lt=1)
@@ -106,10 +108,12 @@ class SamplingSection(Section):
     def with_steps(self, steps: int) -> SamplingSection:
         """The same sampler at another number of steps; at the trained number, the trained sampler itself.
 
-        Raises UserError for a number that ``rolling_blocks`` does not divide.
+        Raises UserError for more than 1000, and for a number that ``rolling_blocks`` does not divide.
         """
         if steps == len(self.resolved()):
             return self
+        if not 1 <= steps <= MOST_STEPS:
+            raise UserError(f"steps = {steps}: write a number from 1 to {MOST_STEPS}")
         if steps % self.rolling_blocks:
             raise UserError(
                 f"{steps} steps cannot be shared by the {self.rolling_blocks} blocks that are denoised together; "

@@ -74,12 +74,19 @@ class Rolling(SelfForcing):
         causal: CausalSection,
         dtype: torch.dtype = torch.float32,
     ) -> Rolling:
-        """The sampler that a recipe describes. Raises UserError where frames, blocks and windows do not fit."""
-        frames, blocks = section.rolling_blocks * causal.block_frames, section.rolling_blocks
-        if causal.window is not None and causal.window - causal.sink < frames:
+        """The sampler that a recipe describes.
+
+        Raises UserError where frames and blocks do not fit, and where a full window would show its blocks no finished
+        one but the sink.
+        """
+        blocks = section.rolling_blocks
+        frames = (blocks + 1) * causal.block_frames
+        if blocks > 1 and causal.window is not None and causal.window - causal.sink < frames:
+            left, each = causal.window - causal.sink, causal.block_frames
             raise UserError(
-                f"window {causal.window} less sink {causal.sink} leaves {causal.window - causal.sink} frames, and "
-                f"{blocks} rolling_blocks have {frames}: write a window of {causal.sink + frames} or more"
+                f"student.causal.window = {causal.window}: less sink {causal.sink} it leaves {left} frames; the "
+                f"{blocks} rolling_blocks of {each} and one finished block that they go on from need {frames}; write a "
+                f"window of {causal.sink + frames} or more"
             )
         return dataclasses.replace(super().of(section, shape, causal, dtype), rolling_blocks=blocks)  # type: ignore[return-value]
 

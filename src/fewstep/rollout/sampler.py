@@ -42,6 +42,6 @@ def sampler_of(
         if value != default:
             raise UserError(
                 f"sampling.{name} = {value}: the network sees the whole clip at once, and only a causal one makes it "
-                f"block by block; write {default}, or give the network a causal section"
+                f"block by block; write {'null' if default is None else default}, or give the network a causal section"
             )
     return FewStep.of(section, shape, dtype)
