@@ -151,6 +151,8 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
     if recipe.engine.compile and device.type == "cpu":
         raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
     dataset, codec = open_dataset(recipe.data), build_codec(recipe.codec)
+    if isinstance(dataset, LatentFolder):
+        dataset.refuse_swapped(codec.channels)
     known = method_of(recipe)
     roles = plan_roles(recipe, known.of(recipe.method, FewStep.of(recipe.sampling, dataset.shape)))
     student, sampling = roles["student"].model, recipe.sampling
@@ -160,7 +162,8 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
         if causal and sampling.stream_chunks > 1:
             refuse_cut(dataset.shape[0], sampling.overlap_frames, causal)
     except UserError as error:
-        raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
+        frames = f"the latents in {dataset.path}" if isinstance(dataset, LatentFolder) else "data.frames"
+        raise UserError(f"{error} ({frames}, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
     groups: tuple[Group, ...] = ()
     if starts:
@@ -240,7 +243,8 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
     try:
         geometry.tokens_per_frame(height, width)
     except ValueError as error:
-        yield f"{error}; write another data.size, or another model.patch"
+        size = "latents of another size" if isinstance(plan.dataset, LatentFolder) else "another data.size"
+        yield f"{error}; write {size}, or another model.patch"
     classes = getattr(model.conditioner, "classes", None)
     if isinstance(plan.dataset, LatentFolder):
         yield from plan.dataset.misfits(classes, model.architecture.text_dim)
@@ -280,9 +284,10 @@ def misfits_of_blocks(plan: Plan) -> Iterator[str]:
 def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:
     """What of a trained network was made for other data."""
     if source.latent_shape not in (None, plan.shape):
+        keys = "data.path" if isinstance(plan.dataset, LatentFolder) else "data.size, data.frames"
         yield (
             f"it was trained on samples of shape {list(source.latent_shape)}, the data have {list(plan.shape)}; take "
-            "another network, or its own data (data.size, data.frames)"
+            f"another network, or its own data ({keys})"
         )
     if source.codec and build_codec(TypeAdapter(CodecSection).validate_python(source.codec)).id != plan.codec.id:
         yield (

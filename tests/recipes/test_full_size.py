@@ -244,9 +244,16 @@ def test_a_network_for_other_latents_or_texts_is_refused(world: LatentWorld, tmp
     assert "student: its network has 16 latent channels, the data 15 (model.channels)" in message
     assert "codec: it has mean and std of 16 channels, the data have 15" in message
     write_folder(tmp_path / "short", shape=(5, 16, 4, 6))
-    assert "5 latent frames cannot be cut into blocks of 3" in refused(
-        world, "teacher_forcing", f"data.path={tmp_path / 'short'}"
-    )
+    message = refused(world, "teacher_forcing", f"data.path={tmp_path / 'short'}")
+    assert "5 latent frames cannot be cut into blocks of 3" in message
+    assert f"(the latents in {tmp_path / 'short'}, student.causal, sampling)" in message
+    write_folder(tmp_path / "odd", shape=(6, 16, 5, 6))
+    message = refused(world, "teacher_forcing", f"data.path={tmp_path / 'odd'}")
+    assert "latents of 5x6 cannot be cut into patches of 2x2; write latents of another size, or another" in message
+    write_folder(tmp_path / "swapped", shape=(16, 6, 4, 6))
+    message = refused(world, "teacher_forcing", f"data.path={tmp_path / 'swapped'}")
+    assert f"data.path = {tmp_path / 'swapped'}: latents [f c h w] of shape [16, 6, 4, 6], and the codec is" in message
+    assert "for 16 channels: frames and channels look swapped; write .transpose(1, 2) of [n c f h w]" in message
     model = "{family: wan, size: nano, channels: 16, patch: [1, 2, 2], conditioner: {name: class_label, classes: 3}}"
     more = ("student.init=random", f"student.model={model}", "sampling.guidance_scale=1.0")
     message = refused(world, "teacher_forcing", *more)

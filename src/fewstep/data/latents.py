@@ -153,6 +153,15 @@ class LatentFolder:
             digest.update(_bytes(self.negative))
         return digest.hexdigest()
 
+    def refuse_swapped(self, channels: int) -> None:
+        """Raises UserError where the second axis has as many channels as the codec, and the third has not."""
+        frames, found, height, width = self.shape
+        if frames == channels != found:
+            raise UserError(
+                f"data.path = {self.path}: latents [f c h w] of shape {[frames, found, height, width]}, and the codec "
+                f"is for {channels} channels: frames and channels look swapped; write .transpose(1, 2) of [n c f h w]"
+            )
+
     def misfits(self, classes: int | None, text_dim: int) -> Iterator[str]:
         """What does not fit of a network that is told of so many classes, or reads embeddings of width ``text_dim``."""
         if classes is not None:
