@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 import torch
 
 from fewstep.checkpoint.save import load_checkpoint, save_checkpoint
+from fewstep.models.wan.causal import CausalWan
+from fewstep.models.wan.model import Wan
+from fewstep.models.wan.parallelize import METHODS as REGISTERED
 from tests.engines.rank_worker import ITERATIONS, KEEP, METHODS, OFFLOADED, made
 from tests.engines.worlds import copied
 
@@ -68,7 +72,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    return ended_workers(folder, [*METHODS, "copies", "toggled", "raises"])
+    return ended_workers(folder, [*METHODS, "copies", "toggled", "first_calls", "raises"])
 
 
 def ended_workers(folder: Path, jobs: Sequence[str], world: int = 2) -> Ended:
@@ -164,6 +168,24 @@ def test_a_network_that_ran_frozen_and_is_trained_later_gets_no_wrong_gradient(e
     for rank in (0, 1):
         said = (ended.folder / "toggled" / f"said-{rank}.txt").read_text()
         assert said == "right" or "Error" in said
+
+
+def test_every_public_method_may_be_the_first_that_a_network_cut_over_ranks_runs(ended):
+    """FSDP2 gathers weights for the methods that it was told of alone; one that it does not know fails as the first
+    call, and works after any other."""
+    of_causal = {name for kind in (Wan, CausalWan) for name, made in vars(kind).items() if isfunction(made)}
+    public = {name for name in of_causal if not name.startswith("_")} - {"initialise", "drawn"}
+    assert public == set(REGISTERED)
+    for rank in (0, 1):
+        said = json.loads((ended.folder / "first_calls" / f"said-{rank}.json").read_text())
+        assert said == dict.fromkeys(REGISTERED, "right")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_role_is_trainable_or_frozen_for_ever(ended, method):
+    """So that none is trained after it ran frozen."""
+    for rank in (0, 1):
+        assert ended.seen(method, rank)["trainable"] == list(METHODS[method]().trained)
 
 
 def test_a_rank_that_fails_ends_the_other_which_names_it(ended):
