@@ -27,6 +27,7 @@ from fewstep.methods.sid import SiD, SiDSection
 from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSection
 from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.conditioner import LabelCond
+from fewstep.models.wan.parallelize import compile_blocks, divide_tokens
 from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.self_forcing import SelfForcing
 from tests.engines.worlds import LADDER, SHAPE, dmd2, engine, network, networks, sft, streams
@@ -198,6 +199,28 @@ def first_calls(folder: Path, mesh: Mesh) -> None:
     (folder / f"said-{mesh.ranks.rank}.json").write_text(json.dumps(said))
 
 
+def compiled(folder: Path, mesh: Mesh) -> None:
+    """How many graphs the blocks of a network have that divides tokens, and whether they equal the eager ones."""
+    graphs, found = [], []
+    x_t, sigma = torch.ones(2, *CLIP, dtype=DOUBLE), torch.full((2, CLIP[0]), 0.5, dtype=DOUBLE)
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for compiles in (False, True):
+        net = network(0, causal=CausalSection(block_frames=1), heads=3 * mesh.sequence).double()
+        divide_tokens(net, mesh.division)
+        if compiles:
+            compile_blocks(net, backend=count, dynamic=False)
+        velocity = net.velocity(x_t, sigma, LabelCond(torch.zeros(2, dtype=torch.int64)), clean=2 * x_t)
+        velocity.sum().backward()
+        found.append([velocity, *(parameter.grad for parameter in net.parameters())])
+    same = all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*found, strict=True))
+    folder.mkdir(exist_ok=True)
+    (folder / f"said-{mesh.ranks.rank}.json").write_text(json.dumps([len(graphs), same]))
+
+
 def leaf(result: Any) -> Tensor:
     """Some tensor that a network returned."""
     if isinstance(result, Tensor):
@@ -217,6 +240,8 @@ def main() -> None:
         for job in jobs:
             if job == "toggled":
                 toggled(folder / job, mesh)
+            elif job == "compiled":
+                compiled(folder / job, mesh)
             elif job == "first_calls":
                 first_calls(folder / job, mesh)
             elif job == "copies":

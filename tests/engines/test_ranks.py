@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
@@ -75,9 +75,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return ended_workers(folder, [*METHODS, "copies", "toggled", "first_calls", "raises"])
 
 
-def ended_workers(folder: Path, jobs: Sequence[str], world: int = 2) -> Ended:
+def ended_workers(folder: Path, jobs: Iterable[str], world: int = 2, device: str = "cpu") -> Ended:
     """Runs the jobs on so many ranks."""
-    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *jobs], world)
+    workers = started("tests.engines.rank_worker", [device, str(folder), *jobs], world)
     try:
         said = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
@@ -201,11 +201,10 @@ def test_a_rank_that_fails_ends_the_other_which_names_it(ended):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one_process(tmp_path: Path):
     """NCCL in place of gloo; one process on the CPU."""
-    workers = started("tests.engines.rank_worker", ["cuda", str(tmp_path), *METHODS])
-    said = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert not any(worker.returncode for worker in workers), said
+    ended = ended_workers(tmp_path, METHODS, device="cuda")
+    assert not any(ended.status), ended.said
     for method in METHODS:
         one = made(method)
         for iteration in range(ITERATIONS):
             one.run(iteration)
-        assert_close(Ended(tmp_path, [0, 0], said).state(method), copied(one.state()))
+        assert_close(ended.state(method), copied(one.state()))
