@@ -24,7 +24,6 @@ from fewstep.methods.ode_init import OdeInit, OdeInitSection
 from tests.engines.rank_worker import BATCH, CPU, DOUBLE, METHODS
 from tests.engines.worlds import LADDER, dmd2, engine
 
-
 CASES: dict[str, Callable[[], Method]] = {
     **METHODS,
     "dmd2_separate": lambda: dmd2(DOUBLE, gan=None, critic_batches="separate", critic_warmup_updates=3),
@@ -48,8 +47,9 @@ class Share:
 
     def validate(self, iteration: int) -> dict[str, float]:
         del iteration
+        asleep = float(all(sleeper.asleep for sleeper in self.engine.sleepers.values()))
         self.engine.wake(())
-        return {
+        return {"asleep": asleep} | {
             f"moved/{name}": float(any(not torch.equal(value, self.begun[name][key]) for key, value in now.items()))
             for name, now in weights(self.engine).items()
         }

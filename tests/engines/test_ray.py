@@ -102,7 +102,11 @@ def assert_trained(found: dict[str, dict[str, Tensor]], start: dict[str, Tensor]
     assert found["student.optimizer"]["exp_avg/blocks.0.self_attention.q.weight"].abs().max() > 1e-9
     assert any(not torch.equal(tensor, start[name]) for name, tensor in found["ema"].items())
     for name, value in moved.items():
-        assert value == float(name != "moved/teacher"), name
+        assert name == "asleep" or value == float(name != "moved/teacher"), name
+
+
+def seen(driver: Driver, group: str) -> dict[str, float]:
+    return driver._ask(group, "validate", 0)[0]
 
 
 def without_waits(row: dict[str, float]) -> dict[str, float]:
@@ -124,17 +128,25 @@ def test_groups_of_workers_equal_one_process(fleet: Fleet, tmp_path: Path, layou
         assert without_waits(driver.run(iteration)) == pytest.approx(row, rel=1e-9, abs=1e-9)
     found = saved(driver, tmp_path)
     assert_close(found, copied(one.state()))
-    moved = {
-        name: value for group in driver.groups for name, value in driver._ask(group.name, "validate", 0)[0].items()
-    }
+    moved = {name: value for group in driver.groups for name, value in seen(driver, group.name).items()}
     assert_trained(found, start, moved)
+
+
+def test_of_groups_that_take_turns_one_sleeps(fleet: Fleet):
+    """Weights, moments and average of whichever is idle."""
+    import ray
+
+    driver = fleet.driver("colocated", "dmd2_shared")
+    driver.run(0)
+    idle = {name: list(driver._workers[name].call("validate", 0)) for name in ("critic", "student")}
+    assert [ray.get(calls)[0]["asleep"] for calls in idle.values()] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("case", ["dmd2_fresh_gan", "dmd2_shared", "consistency"])
 def test_overlap_equals_the_same_staleness_in_one_process(fleet: Fleet, tmp_path: Path, case: str):
     """The rollouts of an iteration are made before the update of the one before; that is all that differs."""
     driver, one = fleet.driver("overlap", case), made(case)
-    rows = [driver.run(iteration) for iteration in range(ITERATIONS)]
+    rows = rows_of(driver)
     emulated(one, driver)
     assert_close(saved(driver, tmp_path), copied(one.state()))
     if case == "consistency":
@@ -142,6 +154,10 @@ def test_overlap_equals_the_same_staleness_in_one_process(fleet: Fleet, tmp_path
         for iteration in range(ITERATIONS):
             row = {name: float(value) for name, value in plain.run(iteration).items()}
             assert without_waits(rows[iteration]) == pytest.approx(row, rel=1e-9, abs=1e-9), "nothing is stale"
+
+
+def rows_of(driver: Driver) -> list[dict[str, float]]:
+    return [driver.run(iteration) for iteration in range(ITERATIONS)]
 
 
 def emulated(one: ProcessEngine, driver: Driver) -> None:
@@ -215,11 +231,9 @@ def test_a_worker_that_fails_or_stalls_is_named_and_none_is_left(
     case = "dmd2_shared"
     groups = groups_of(section, CASES[case](), ITERATIONS, CPU)
     with Driver(section, CASES[case](), groups, begin(case, trouble=f"{trouble} {tmp_path}")) as driver:
-        driver.run(0)
-        driver.run(1)
         began, seats = time.monotonic(), driver.seats
         with pytest.raises(RankError) as caught:
-            driver.run(2)
+            rows_of(driver)
     assert time.monotonic() - began < 30
     assert all(re.search(word, str(caught.value)) for word in words), str(caught.value)
     assert not any(group.lives(seat.place["pid"]) for seat in seats)

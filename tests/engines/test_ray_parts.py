@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from fewstep.methods.sft import SFT, SFTSection
 from fewstep.models.wan.conditioner import LabelCond
 from fewstep.prepare import prepare
 from fewstep.records import Batch, Rollout, Scores, leaves, rows
-from tests.engines.worlds import dmd2, streams
+from tests.engines.worlds import dmd2, engine, streams
 from tests.recipes.tiny_runs import World
 
 CPU, ROWS = torch.device("cpu"), 12
@@ -84,6 +85,14 @@ def test_records_of_any_form_travel_and_keep_bfloat16():
 def test_a_record_with_a_graph_is_refused():
     with pytest.raises(RuntimeError, match="carries a gradient graph"):
         packed(Scores(torch.arange(2), torch.ones(2, 1, 1, 1, 1, requires_grad=True), {}), 0, 1, 0, 1)
+
+
+def test_a_record_of_other_rows_is_refused():
+    made = engine(dmd2(gan=None), batch=4)
+    phases = list(made.method.phases(0))
+    record = made.perform(phases[0], 0)
+    with pytest.raises(RuntimeError, match=r"'rollout' for phase 'critic\.0' is not of the rows of its batch"):
+        made.perform(phases[1], 0, {"rollout": replace(record, key=record.key + 1)})
 
 
 def test_shared_memory_is_seen_and_not_written():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.many_ranks import MANY_RANKS
 from tests.mutants.mutant import Mutant
+from tests.mutants.ray_groups import RAY
 
 # fmt: off
 FLOW = (
@@ -789,4 +790,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *RANKS,
     *MANY_RANKS,
     *LATENTS,
+    *RAY,
 )
