@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import newest_complete
 from fewstep.config import dump_recipe
-from fewstep.engines.mesh import RankError
 from fewstep.engines.ray.placement import RaySection
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
@@ -26,6 +26,8 @@ from tests.recipes.tiny_runs import World, tensors, values
 
 pytest.importorskip("ray")
 WHOLE_RUNS = True
+PROCESS = re.compile(r"process (\d+) on")
+"""Of the first line that a worker says."""
 SFT, DMD2 = "wan_nano/sft", "wan_nano/dmd2"
 EXACT = ("data.batch=4", "engine.precision=float64", "engine.device=cpu")
 SHARED = ("engine.name=ray", "engine.groups.all={workers: 2}")
@@ -73,30 +75,26 @@ def test_a_run_goes_from_one_process_to_groups_of_workers_and_back(world: World)
 
 def test_a_run_whose_worker_is_killed_goes_on_by_itself(world: World, capsys: pytest.CaptureFixture[str]):
     """``engine.max_restarts``: what it ends with is what an undisturbed run ends with."""
-    more = (*EXACT, "checkpoint.every=2", "validation=null", "student.schedule={}")
-    recipe = world.recipe(SFT, *more, *SHARED, "engine.max_restarts=1", "name=killed", iterations=40)
+    more = (*EXACT, "checkpoint.every=5", "validation=null", "student.schedule={}")
+    recipe = world.recipe(SFT, *more, *SHARED, "engine.max_restarts=1", "name=killed", iterations=20)
     run = world.run("killed")
     killer = threading.Thread(target=kill_after, args=(run.workers / "all-1.log", run.checkpoints))
     killer.start()
     assert train(prepare(recipe), run)
     killer.join()
+    assert_all_gone(run)
     said = capsys.readouterr().err
     assert "worker all/1 (process" in said
     assert "died: killed, or crashed" in said
     assert "restarts left: 0" in said
-    world.train(SFT, *more, iterations=40, into="undisturbed")
-    assert_equal_runs(world, "killed", "undisturbed", 40)
+    world.train(SFT, *more, iterations=20, into="undisturbed")
+    assert_equal_runs(world, "killed", "undisturbed", 20)
 
 
 def kill_after(log: Path, checkpoints: Path) -> None:
     """Kills the worker of the log as soon as there is a checkpoint."""
     wait_for(lambda: newest_complete(checkpoints) is not None)
-    os.kill(process_of(log), signal.SIGKILL)
-
-
-def process_of(log: Path) -> int:
-    found = re.findall(r"process (\d+) on", log.read_text())
-    return int(found[-1])
+    os.kill(int(PROCESS.findall(log.read_text())[-1]), signal.SIGKILL)
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
@@ -128,20 +126,13 @@ def test_ctrl_c_saves_and_leaves_no_process(world: World):
     newest = newest_complete(run.checkpoints)
     assert newest is not None
     assert max(row.iteration for row in read_rows(run.metrics)) == int(newest.name.rpartition("-")[2])
+    assert_all_gone(run)
+
+
+def assert_all_gone(run: RunFolder) -> None:
+    """No worker that ever wrote into the run's folder is left."""
     from fewstep.engines.ray.group import lives
 
-    wait_for(lambda: not any(lives(process_of(log)) for log in run.workers.iterdir()), 10.0)
-
-
-def test_a_worker_that_is_killed_ends_the_run_with_its_name(world: World):
-    recipe = world.recipe(SFT, *EXACT, *SHARED, "validation=null", "checkpoint.every=2", iterations=100_000)
-    run = world.run("dead")
-    killer = threading.Thread(target=kill_after, args=(run.workers / "all-0.log", run.checkpoints))
-    killer.start()
-    with pytest.raises(RankError, match=r"worker all/0 \(process \d+ on .*\) died: killed, or crashed"):
-        train(prepare(recipe), run)
-    killer.join()
-    from fewstep.engines.ray.group import lives
-
-    assert not any(lives(process_of(log)) for log in run.workers.iterdir())
-    assert newest_complete(run.checkpoints) is not None
+    numbers = [int(number) for log in run.workers.iterdir() for number in PROCESS.findall(log.read_text())]
+    assert len(numbers) >= 2
+    wait_for(lambda: not any(lives(number) for number in numbers), 10.0)

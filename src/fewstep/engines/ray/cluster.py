@@ -74,6 +74,7 @@ def start(section: RaySection, bundles: Sequence[Bundle]) -> None:
     ray = imported()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "20")  # this program ends when Ray is gone for long
     settings: dict[str, Any] = {"address": section.address or "local", "log_to_driver": False, "logging_level": "ERROR"}
     if section.address is None:
         cpus = max(os.cpu_count() or 1, -int(-sum(bundle["CPU"] for bundle in bundles) // 1))
