@@ -25,7 +25,9 @@ from fewstep.methods.dmd2 import DMD2, DMD2Section
 from fewstep.methods.gan import GANSection
 from fewstep.methods.sid import SiD, SiDSection
 from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSection
+from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.conditioner import LabelCond
+from fewstep.models.wan.parallelize import compile_blocks, divide_tokens
 from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.self_forcing import SelfForcing
 from tests.engines.worlds import LADDER, SHAPE, dmd2, engine, network, networks, sft, streams
@@ -107,6 +109,11 @@ def run(job: str, folder: Path, mesh: Mesh, device: torch.device) -> None:
             if role._parts[weight].data_ptr() != parameter.detach().to_local().data_ptr()  # type: ignore[attr-defined]
         ],
         "asleep": [name for name, sleeper in running.sleepers.items() if sleeper.asleep],
+        "trainable": [
+            name
+            for name, role in running.roles.items()
+            if name != "ema" and {parameter.requires_grad for parameter in role.network.parameters()} == {True}
+        ],
         "parts": {name: list(part.shape) for name, part in running.roles["student"].parameters().items()},
     }
     (folder / f"seen-{mesh.ranks.rank}.json").write_text(json.dumps(seen))
@@ -160,6 +167,67 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def first_calls(folder: Path, mesh: Mesh) -> None:
+    """What becomes of each public method when it is the first that a network cut by FSDP2 runs; of one that has run
+    without gradient, when it is trained; and of the weights afterwards."""
+    causal, said = CausalSection(block_frames=1), {}
+    x_t, sigma = torch.ones(2, *CLIP, dtype=DOUBLE), torch.full((2, CLIP[0]), 0.5, dtype=DOUBLE)
+    cond = LabelCond(torch.zeros(2, dtype=torch.int64))
+    calls: dict[str, Callable[[Any], Any]] = {
+        "velocity": lambda net: net.velocity(x_t, sigma, cond),
+        "features": lambda net: net.features(x_t, sigma, cond, (1,)),
+        "tell": lambda net: net.tell(cond),
+        "prefill": lambda net: net.prefill(x_t, cond),
+        "velocity_given": lambda net: net.velocity_given(x_t[:, :1], sigma[:, :1], cond, None, 0),
+        "append": lambda net: net.append(None, x_t[:, :1], cond),
+    }
+    for name, call in calls.items():
+        whole, cut = (network(0, causal=causal).double() for _ in range(2))
+        shard(cut, mesh)
+        try:
+            with torch.no_grad():
+                same = torch.allclose(leaf(call(cut)), leaf(call(whole)), rtol=1e-12, atol=1e-12)
+            leaf(call(cut)).sum().backward(), leaf(call(whole)).sum().backward()
+            found = {n: p.grad.full_tensor() for n, p in cut.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+            known = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+            close = found.keys() == known.keys() and all(torch.allclose(found[n], known[n]) for n in known)
+            parts = all(isinstance(parameter, DTensor) for parameter in cut.parameters())
+            said[name] = "right" if same and close and parts else f"same {same}, gradients {close}, parts {parts}"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    folder.mkdir(exist_ok=True)
+    (folder / f"said-{mesh.ranks.rank}.json").write_text(json.dumps(said))
+
+
+def compiled(folder: Path, mesh: Mesh) -> None:
+    """How many graphs the blocks of a network have that divides tokens, and whether they equal the eager ones."""
+    graphs, found = [], []
+    x_t, sigma = torch.ones(2, *CLIP, dtype=DOUBLE), torch.full((2, CLIP[0]), 0.5, dtype=DOUBLE)
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for compiles in (False, True):
+        net = network(0, causal=CausalSection(block_frames=1), heads=3 * mesh.sequence).double()
+        divide_tokens(net, mesh.division)
+        if compiles:
+            compile_blocks(net, backend=count, dynamic=False)
+        velocity = net.velocity(x_t, sigma, LabelCond(torch.zeros(2, dtype=torch.int64)), clean=2 * x_t)
+        velocity.sum().backward()
+        found.append([velocity, *(parameter.grad for parameter in net.parameters())])
+    same = all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*found, strict=True))
+    folder.mkdir(exist_ok=True)
+    (folder / f"said-{mesh.ranks.rank}.json").write_text(json.dumps([len(graphs), same]))
+
+
+def leaf(result: Any) -> Tensor:
+    """Some tensor that a network returned."""
+    if isinstance(result, Tensor):
+        return result
+    return result[0] if isinstance(result[0] if isinstance(result, tuple) else None, Tensor) else result.layers[-1].keys
+
+
 def main() -> None:
     torch.set_num_threads(1)
     arguments = parser().parse_args()
@@ -172,6 +240,10 @@ def main() -> None:
         for job in jobs:
             if job == "toggled":
                 toggled(folder / job, mesh)
+            elif job == "compiled":
+                compiled(folder / job, mesh)
+            elif job == "first_calls":
+                first_calls(folder / job, mesh)
             elif job == "copies":
                 axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
                 run("sft", folder / job, Mesh(mesh.ranks, axes, mesh._store), device)

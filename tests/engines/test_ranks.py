@@ -7,8 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 import torch
 
 from fewstep.checkpoint.save import load_checkpoint, save_checkpoint
+from fewstep.models.wan.causal import CausalWan
+from fewstep.models.wan.model import Wan
+from fewstep.models.wan.parallelize import METHODS as REGISTERED
 from tests.engines.rank_worker import ITERATIONS, KEEP, METHODS, OFFLOADED, made
 from tests.engines.worlds import copied
 
@@ -68,12 +72,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    return ended_workers(folder, [*METHODS, "copies", "toggled", "raises"])
+    return ended_workers(folder, [*METHODS, "copies", "toggled", "first_calls", "raises"])
 
 
-def ended_workers(folder: Path, jobs: Sequence[str], world: int = 2) -> Ended:
+def ended_workers(folder: Path, jobs: Iterable[str], world: int = 2, device: str = "cpu") -> Ended:
     """Runs the jobs on so many ranks."""
-    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *jobs], world)
+    workers = started("tests.engines.rank_worker", [device, str(folder), *jobs], world)
     try:
         said = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
@@ -166,6 +170,24 @@ def test_a_network_that_ran_frozen_and_is_trained_later_gets_no_wrong_gradient(e
         assert said == "right" or "Error" in said
 
 
+def test_every_public_method_may_be_the_first_that_a_network_cut_over_ranks_runs(ended):
+    """FSDP2 gathers weights for the methods that it was told of alone; one that it does not know fails as the first
+    call, and works after any other."""
+    of_causal = {name for kind in (Wan, CausalWan) for name, made in vars(kind).items() if isfunction(made)}
+    public = {name for name in of_causal if not name.startswith("_")} - {"initialise", "drawn"}
+    assert public == set(REGISTERED)
+    for rank in (0, 1):
+        said = json.loads((ended.folder / "first_calls" / f"said-{rank}.json").read_text())
+        assert said == dict.fromkeys(REGISTERED, "right")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_role_is_trainable_or_frozen_for_ever(ended, method):
+    """So that none is trained after it ran frozen."""
+    for rank in (0, 1):
+        assert ended.seen(method, rank)["trainable"] == list(METHODS[method]().trained)
+
+
 def test_a_rank_that_fails_ends_the_other_which_names_it(ended):
     assert all(ended.status)
     assert "ValueError: no more rows" in ended.said[1]
@@ -179,11 +201,10 @@ def test_a_rank_that_fails_ends_the_other_which_names_it(ended):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one_process(tmp_path: Path):
     """NCCL in place of gloo; one process on the CPU."""
-    workers = started("tests.engines.rank_worker", ["cuda", str(tmp_path), *METHODS])
-    said = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert not any(worker.returncode for worker in workers), said
+    ended = ended_workers(tmp_path, METHODS, device="cuda")
+    assert not any(ended.status), ended.said
     for method in METHODS:
         one = made(method)
         for iteration in range(ITERATIONS):
             one.run(iteration)
-        assert_close(Ended(tmp_path, [0, 0], said).state(method), copied(one.state()))
+        assert_close(ended.state(method), copied(one.state()))

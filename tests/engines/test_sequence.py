@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fewstep.checkpoint.save import load_checkpoint, save_checkpoint
 from fewstep.errors import UserErrors
@@ -27,7 +29,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    return ended_workers(folder, [*METHODS, "--sequence", "2"])
+    return ended_workers(folder, [*METHODS, "compiled", "--sequence", "2"])
 
 
 def assert_equals_one_process(ended: Ended, method: str, heads: int, world: int = 2) -> None:
@@ -58,6 +60,20 @@ def test_histories_of_streams_come_back_to_the_last_bit_from_ranks_that_hold_a_p
         assert {name: tensor.tolist() for name, tensor in found.items()} == {
             name: tensor.tolist() for name, tensor in expected.items()
         }
+
+
+def test_blocks_that_exchange_tokens_compile_into_one_graph_and_equal_the_eager_ones(divided: Ended):
+    for rank in (0, 1):
+        assert json.loads((divided.folder / "compiled" / f"said-{rank}.json").read_text()) == [1, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_that_share_the_tokens_of_all_rows_equal_one_process(tmp_path: Path):
+    """NCCL in place of gloo; one process on the CPU."""
+    ended = ended_workers(tmp_path, ["sft", "dmd2_fresh_gan", "consistency", "--sequence", "2"], device="cuda")
+    for method in ("sft", "dmd2_fresh_gan", "consistency"):
+        assert_equals_one_process(ended, method, HEADS)
 
 
 def test_four_ranks_two_for_each_row_equal_one_process(tmp_path: Path):

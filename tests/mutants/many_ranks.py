@@ -99,8 +99,7 @@ SEQUENCE = (
     Mutant("carry-with-the-heads-of-one-rank", "engines/process.py",
            'return name.startswith("history.")',
            "return False",
-           ("engines/test_sequence.py::"
-            "test_histories_of_streams_come_back_to_the_last_bit_from_ranks_that_hold_a_part_of_the_heads",)),
+           (f"{DIVIDED}[streams]",)),
     Mutant("heads-that-cannot-be-shared-not-refused", "prepare.py",
            'for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):',
            'for what, count in (("tokens in a frame", tokens),):',
