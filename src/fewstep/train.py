@@ -46,10 +46,11 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     Of several ranks each calls this. The first one alone writes into ``run``; a stop asked of one stops all of them.
     """
     recipe, ranks = plan.recipe, plan.ranks
+    way_on = go_on or f"{ranks.launcher}fewstep train --resume {run.path}"
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
     group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
     lock = run.lock() if ranks.first else nullcontext()
-    with group as mesh, lock, StopRequest() if ranks.first else StopRequest("") as stop:
+    with StopRequest() if ranks.first else StopRequest("") as stop, group as mesh, lock:
         engine = assemble(plan, mesh)
         check = validator(plan, engine, run)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
@@ -70,10 +71,13 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
             if saved != iteration:
                 save(engine, plan, run, observer, iteration)
             refuse_barren(engine)
-            go_on = go_on or f"fewstep train --resume {run.path}"
-            farewell = f"Checkpoint saved. Go on with: {go_on}"
+            farewell = f"Checkpoint saved. Go on with: {way_on}"
             if iteration >= recipe.iterations:
                 farewell = f"Look at it: {run.report}, or: fewstep sample {run.path}"
+        except BaseException as error:
+            kept = f"The checkpoint of iteration {saved} is kept" if saved else "There is no checkpoint yet"
+            error.add_note(f"{kept}. Go on with: {way_on}")
+            raise
         finally:
             observer.close(farewell)
     return iteration >= recipe.iterations

@@ -7,6 +7,7 @@ Every rank makes the same calls in the same order. What they exchange in bulk, w
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -14,16 +15,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fewstep.errors import UserError
 
 GRACE_S = 5.0
 """How long a rank whose partner is gone waits to learn which one it was, and why."""
+AGENT = "TORCHELASTIC_RUN_ID"
+"""Set in every process that torchrun started, whose agent on the first machine then keeps the ranks' addresses."""
 Values = dict[str, Tensor]
 
 
@@ -56,6 +62,15 @@ class Ranks:
                 "--nproc-per-node N -m fewstep train ..., or unset WORLD_SIZE"
             ) from None
         return cls(rank, world, local)
+
+    @property
+    def launcher(self) -> str:
+        """What stands before ``fewstep`` in a command that starts as many processes again; nothing for one."""
+        if self.world == 1:
+            return ""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        machines = f"--nnodes {self.world // local} ... " if local < self.world else ""
+        return f"torchrun {machines}--nproc-per-node {local} -m "
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world} on {socket.gethostname()}"
@@ -116,6 +131,15 @@ class Mesh:
             self._store.set(key, text)
         return self._store.get(key).decode()
 
+    def heard(self, text: str) -> list[str]:
+        """What every rank says, in their order, on rank 0; nothing on the others."""
+        self._messages += 1
+        key = f"heard/{self._messages}"
+        self._store.set(f"{key}/{self.ranks.rank}", text)
+        if not self.ranks.first:
+            return []
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks.world)]
+
     def all_rows(self, tensor: Tensor) -> Tensor:
         """The rows of the global batch, of which each rank holds rows rank, rank + world, ..."""
         parts = [torch.empty_like(tensor) for _ in range(self.ranks.world)]
@@ -138,7 +162,8 @@ class Mesh:
             self._store.set(f"waiting/{me.rank}", "")
             return RankError(f"{me} stops: {self._why() or error}")
         except dist.DistError:
-            return RankError(f"{me} stops: rank 0, through which the ranks find each other, is gone: {error}")
+            gone = "rank 0 is" if os.environ.get(AGENT) is None else "the launcher of the first machine is"
+            return RankError(f"{me} stops: {gone} gone, through which the ranks find each other: {error}")
 
     def _why(self) -> str:
         """What became of the others, of whom those that wait too are given the time to say so."""
@@ -175,14 +200,45 @@ def join(ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int 
     if replicas > 1:
         names, sizes = ("replicate", "shard"), (replicas, world // replicas)
     mesh = Mesh(ranks, init_device_mesh(device.type, sizes, mesh_dim_names=names), store)
+    for group in (dist.group.WORLD, *mesh.axes.get_all_groups()):
+        _limit(group, timeout_s)
     try:
         yield mesh
     except Exception as error:
         explained = mesh.explained(error)
+        for text in getattr(error, "__notes__", ()) if explained is not error else ():
+            explained.add_note(text)
+        _tell_launcher(explained)
+        if device.type == "cuda":  # or the process would wait at its end for what is still on its way
+            with suppress(Exception):
+                distributed_c10d._abort_process_group()
         if explained is error:
             raise
         raise explained from error
     dist.destroy_process_group()
+
+
+def _limit(group: Any, timeout_s: float) -> None:
+    """Bounds every collective of a group. Groups of an axis would else have PyTorch's own bounds, which are longer.
+
+    The hosts wait for each other by gloo, and say whom they miss; NCCL's watchdog ends a process without such words, so
+    it waits longer by what they take.
+    """
+    for kind, extra_s in (("cpu", 0.0), ("cuda", 3 * GRACE_S)):
+        with suppress(RuntimeError):  # of a kind for which the group has no backend
+            backend: Any = group._get_backend(torch.device(kind))
+            backend._set_default_timeout(timedelta(seconds=timeout_s + extra_s))
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Hands the last words to torchrun, which repeats those of the first rank that failed when all have ended."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    words = "\n  ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    about = {"py_callstack": words, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": words, "extraInfo": about}}))
 
 
 def _is_lost_partner(error: BaseException) -> bool:
