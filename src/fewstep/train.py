@@ -6,6 +6,7 @@ import json
 import platform
 import signal
 import sys
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint, take_part
 from fewstep.config import dump_recipe
 from fewstep.data.sources import open_dataset
+from fewstep.engines.health import Health, examine, refuse_full_disk
 from fewstep.engines.mesh import Mesh, join
 from fewstep.engines.process import ProcessEngine
 from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
+from fewstep.needs import checkpoint_bytes, needs
 from fewstep.observe.observer import Observer, Unobserved
 from fewstep.prepare import Plan
 from fewstep.trajectories import generate
@@ -51,11 +54,12 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
     lock = run.lock() if ranks.first else nullcontext()
     with StopRequest() if ranks.first else StopRequest("") as stop, group as mesh, lock:
+        health = examined(plan, mesh, run)
         engine = assemble(plan, mesh)
         check = validator(plan, engine, run)
         iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
-        observer = observe(plan, run, iteration, time_s)
+        observer = observe(plan, run, iteration, time_s, health)
         due, agreed = partial(is_due, check, recipe.iterations), mesh.any if mesh else bool
         try:
             if resume and due(iteration) and agreed(observer.lacks_validation(iteration)):
@@ -83,13 +87,29 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     return iteration >= recipe.iterations
 
 
-def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float) -> Observer | Unobserved:
+def examined(plan: Plan, mesh: Mesh | None, run: RunFolder) -> str:
+    """Looks at the disk and, where there are several, at the ranks, before anything is loaded; returns what was found
+    in one line. Warns of what is odd; raises UserError for what would not go well."""
+    full = None
+    if plan.ranks.first:
+        full = refuse_full_disk(run.path, checkpoint_bytes(plan), plan.recipe.checkpoint.keep_last)
+    health = examine(mesh, plan.device, needs(plan, run.path)) if mesh else Health("")
+    if plan.ranks.first:
+        for text in (*health.warnings, *([full] if full else [])):
+            warnings.warn(text, stacklevel=2)
+        if health.line:
+            Console().print(health.line, markup=False, highlight=False, soft_wrap=True)
+    return health.line
+
+
+def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float, health: str = "") -> Observer | Unobserved:
     """What records the run, in whose folder it writes what the run is."""
     recipe = plan.recipe
     if not plan.ranks.first:
         return Unobserved()
     replace_text(run.recipe, dump_recipe(recipe))
-    run.environment.write_text(json.dumps(environment(plan), indent=1))
+    known = environment(plan) | ({"health": health} if health else {})
+    run.environment.write_text(json.dumps(known, indent=1))
     return Observer(
         recipe.observe,
         run.path,

@@ -189,7 +189,9 @@ class Patient:
 
     def done(self) -> int:
         """Iterations of which there is a row of metrics."""
-        return max((row.iteration for row in read_rows(self.run.metrics)), default=0) if self.run.metrics.exists() else 0
+        return (
+            max((row.iteration for row in read_rows(self.run.metrics)), default=0) if self.run.metrics.exists() else 0
+        )
 
     def saved(self) -> int:
         """The iteration of the newest complete checkpoint."""

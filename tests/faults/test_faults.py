@@ -54,9 +54,13 @@ def test_a_run_that_is_killed_20_times_at_random_moments_loses_nothing(launcher,
         took = session.end()
         slowest = max(slowest, took)
         lost_no_more_than_it_may(patient)
-        note(f"    kill {kill + 1:2d}: rank {rank}, {1000 * moment:4.0f} ms {where}; ended in {took:.1f} s, {patient.saved()} kept")
+        moments = f"rank {rank}, {1000 * moment:4.0f} ms {where}"
+        note(f"    kill {kill + 1:2d}: {moments}; ended in {took:.1f} s, {patient.saved()} kept")
     goes_on_to_the_same_end(patient, sound, launcher)
-    note(f"{launcher}: SIGKILL, {KILLS} random moments (seed {SEED}): slowest end {slowest:.1f} s, all in {time.monotonic() - begun:.0f} s")
+    whole = time.monotonic() - begun
+    note(
+        f"{launcher}: SIGKILL, {KILLS} random moments (seed {SEED}): slowest end {slowest:.1f} s, all in {whole:.0f} s"
+    )
 
 
 @launchers
