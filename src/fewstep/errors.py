@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -15,3 +17,14 @@ class UserErrors(UserError):
     def __init__(self, errors: Sequence[str]):
         super().__init__("\n".join(errors))
         self.errors = tuple(errors)
+
+
+@contextmanager
+def named(place: Path) -> Iterator[None]:
+    """Inside, an OSError that does not say which file it is about says ``place``; those of a full disk never do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(place)) from error

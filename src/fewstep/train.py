@@ -49,9 +49,10 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     Of several ranks each calls this. The first one alone writes into ``run``; a stop asked of one stops all of them.
     """
     recipe, ranks = plan.recipe, plan.ranks
-    way_on = go_on or f"{ranks.launcher}fewstep train --resume {run.path}"
+    advice = f"Go on with: {go_on or f'{ranks.launcher}fewstep train --resume {run.path}'}"
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
-    group = join(ranks, plan.device, timeout_s=recipe.engine.timeout_s, replicas=recipe.engine.replicas)
+    waits, copies = recipe.engine.timeout_s, recipe.engine.replicas
+    group = join(ranks, plan.device, timeout_s=waits, replicas=copies, advice=advice)
     lock = run.lock() if ranks.first else nullcontext()
     with StopRequest() if ranks.first else StopRequest("") as stop, group as mesh, lock:
         health = examined(plan, mesh, run)
@@ -75,12 +76,12 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
             if saved != iteration:
                 save(engine, plan, run, observer, iteration)
             refuse_barren(engine)
-            farewell = f"Checkpoint saved. Go on with: {way_on}"
+            farewell = f"Checkpoint saved. {advice}"
             if iteration >= recipe.iterations:
                 farewell = f"Look at it: {run.report}, or: fewstep sample {run.path}"
         except BaseException as error:
             kept = f"The checkpoint of iteration {saved} is kept" if saved else "There is no checkpoint yet"
-            error.add_note(f"{kept}. Go on with: {way_on}")
+            error.add_note(f"{kept}. {advice}")
             raise
         finally:
             observer.close(farewell)
@@ -109,7 +110,7 @@ def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float, health: s
         return Unobserved()
     replace_text(run.recipe, dump_recipe(recipe))
     known = environment(plan) | ({"health": health} if health else {})
-    run.environment.write_text(json.dumps(known, indent=1))
+    replace_text(run.environment, json.dumps(known, indent=1))
     return Observer(
         recipe.observe,
         run.path,

@@ -144,11 +144,15 @@ class Patient:
     settings: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
     """A command that stands before the launcher's."""
+    place: Path | None = None
+    """The run's folder as the command is told it; that of its name in the world if left out."""
+    seen_at: Path | None = None
+    """The same folder as this process sees it, where that is another path."""
     sessions: list[Session] = field(default_factory=list)
 
     @property
     def run(self) -> RunFolder:
-        return RunFolder(self.world.path / self.name)
+        return RunFolder(self.seen_at or self.world.path / self.name)
 
     @property
     def rows_folder(self) -> Path:
@@ -156,7 +160,7 @@ class Patient:
 
     def start(self, launcher: Launcher, **environment: str) -> Session:
         """From the beginning, or from where it stands."""
-        place, token = str(self.run.path), secrets.token_hex(8)
+        place, token = str(self.place or self.run.path), secrets.token_hex(8)
         if self.sessions:
             arguments = ["train", "--resume", place, *launcher.settings]
         else:

@@ -25,8 +25,8 @@ class SmallDisk:
     def ballast(self) -> Path:
         return self.here / "ballast"
 
-    def fill(self) -> None:
-        """Takes all the room that is left."""
+    def fill(self, but: int = 0) -> None:
+        """Takes all the room that is left, but for so many bytes."""
         with self.ballast.open("wb", buffering=0) as file:
             for size in (65536, 4096, 512, 1):
                 try:
@@ -34,6 +34,7 @@ class SmallDisk:
                         file.write(b"\1" * size)
                 except OSError:
                     continue
+            file.truncate(file.tell() - but)
 
     def empty(self) -> None:
         self.ballast.unlink()

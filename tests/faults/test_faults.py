@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tests.faults.sessions import ONE, TORCHRUN, Patient, Session
+from tests.faults.small_disk import small_disk
 
 LAUNCHERS = [ONE, TORCHRUN]
 PACE = {"FAULT_PACE": "0.05"}
@@ -157,6 +158,53 @@ def test_ranks_whose_launcher_is_killed_stop_with_a_checkpoint(launcher, world, 
     took = session.end()
     assert patient.saved() == patient.done() < 400
     note(f"{launcher}: SIGKILL of the launcher: its ranks saved and ended in {took:.1f} s")
+
+
+@launchers
+@pytest.mark.parametrize("room", [2**16, 0], ids=["during a save", "for a row of metrics"])
+def test_a_disk_that_is_full_ends_the_run_and_refuses_the_next_until_there_is_room(
+    launcher, room, tmp_path, world, sound, note
+):
+    """A real one, of 24 MiB, which something else fills."""
+    with small_disk(tmp_path / "disk", 24) as disk:
+        if disk is None:
+            pytest.skip("neither unshare -rm nor root may mount a tmpfs here")
+        name = f"full-{room}-{launcher.world}"
+        patient = Patient(world, name, 30, 4, (), disk.around, disk.inside / "run", disk.here / "run")
+        session = patient.start(launcher, **PACE)
+        session.wait(lambda: patient.saved() >= 8, "the second checkpoint")
+        disk.fill(but=room)
+        took = session.end()
+        assert session.process.returncode
+        assert "No space left on device" in session.said, session.said
+        assert f"fewstep train --resume {disk.inside / 'run'}" in session.said
+        assert str(disk.inside / "run" / ("checkpoints" if room else "metrics.jsonl")) in session.said
+        assert patient.saved() in (8, 12)
+        assert not patient.partials()
+        again = patient.start(launcher)
+        again.end()
+        assert "a checkpoint takes" in again.said, again.said
+        disk.empty()
+        goes_on_to_the_same_end(patient, sound, launcher)
+        where = "during a save" if room else "for a row of metrics"
+        note(f"{launcher}: a full disk {where}: ended in {took:.1f} s")
+
+
+@pytest.mark.parametrize("first", [TORCHRUN, ONE], ids=str)
+def test_killed_on_two_ranks_and_on_one_and_on_two_again_it_is_the_sound_run(first, world, sound, note):
+    """Weights and metrics to 1e-9 in float64, and each item once an epoch, whoever ran its iteration."""
+    order = [TORCHRUN, ONE, TORCHRUN] if first is TORCHRUN else [ONE, TORCHRUN, ONE]
+    patient, draw = Patient(world, f"moved-{first.world}", 60, 4), random.Random(SEED)
+    for launcher in order:
+        session, until = patient.start(launcher, **PACE), patient.saved() + draw.randint(6, 14)
+        session.wait(lambda until=until: patient.done() >= until, f"iteration {until}")
+        session.strike(draw.randrange(launcher.world), signal.SIGKILL)
+        session.end()
+        lost_no_more_than_it_may(patient)
+    patient.finish(order[1])
+    patient.assert_equals(sound(ONE, 60, 4), exact=False)
+    patient.check_items()
+    note(f"{' -> '.join(one.name for one in [*order, order[1]])}: SIGKILL between them: equal to 1e-9")
 
 
 def says_how_to_go_on(patient: Patient, session: Session) -> None:

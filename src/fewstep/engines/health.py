@@ -25,7 +25,7 @@ from fewstep import __version__
 from fewstep.checkpoint.run_folder import SEEN
 from fewstep.engines.links import Links, measure
 from fewstep.engines.mesh import Mesh, RankError
-from fewstep.errors import UserError, UserErrors
+from fewstep.errors import UserError, UserErrors, named
 
 GIB = 2**30
 MOST_SKEW_S = 1.0
@@ -204,7 +204,8 @@ def token(mesh: Mesh, folder: Path | None) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{SEEN}*"):
             left.unlink(missing_ok=True)
-        (folder / name).write_text(name)
+        with named(folder):
+            (folder / name).write_text(name)
     file = folder / mesh.told(name)
     try:
         yield appears(file)

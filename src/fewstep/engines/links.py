@@ -56,7 +56,7 @@ class Links:
 
 
 def measure(mesh: Mesh, device: torch.device) -> Links:
-    """The best of a few sums over all ranks, and of a few messages from each rank to the next; every rank calls this."""
+    """The best of a few sums over all ranks, and of a few messages from each to the next. Every rank calls this."""
     kind = device.type
     values = torch.ones(BYTES[kind] // 4, device=device)
     world, rank = mesh.ranks.world, mesh.ranks.rank

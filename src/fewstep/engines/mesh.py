@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fewstep.engines.pulse import heartbeat
 from fewstep.errors import UserError
 
 GRACE_S = 5.0
@@ -165,6 +168,18 @@ class Mesh:
             gone = "rank 0 is" if os.environ.get(AGENT) is None else "the launcher of the first machine is"
             return RankError(f"{me} stops: {gone} gone, through which the ranks find each other: {error}")
 
+    def gone(self, other: int, advice: str) -> None:
+        """Ends this process, whose own code waits for a rank that gives no sign of life any more."""
+        words = f"{self.ranks} stops: rank {other} gives no sign of life: its process is stopped, or its machine gone"
+        with suppress(dist.DistError):
+            self._store.set(f"failed/{self.ranks.rank}", words)
+        error = RankError(words)
+        error.add_note(advice)
+        _tell_launcher(error)
+        sys.stderr.write(f"\nrank {self.ranks.rank}: error: {words}\n{advice}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
     def _why(self) -> str:
         """What became of the others, of whom those that wait too are given the time to say so."""
         silent = [rank for rank in range(self.ranks.world) if rank != self.ranks.rank]
@@ -180,12 +195,15 @@ class Mesh:
 
 
 @contextmanager
-def join(ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1) -> Iterator[Mesh | None]:
+def join(
+    ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1, advice: str = ""
+) -> Iterator[Mesh | None]:
     """Inside, this process is one of a group; None where it is the only one.
 
     device: of this rank; nccl moves what lies on GPUs, gloo what lies in the host's memory. timeout_s: how long a rank
     waits for the others. replicas: groups of ranks that each hold all weights. An error inside is told to the other
-    ranks, which raise RankError with this rank's name; so does a rank that waited in vain.
+    ranks, which raise RankError with this rank's name; so does a rank that waited in vain. advice: what is said where
+    nothing can be raised, since this rank's own code waits for one that gives no sign of life.
     """
     if ranks.world == 1:
         yield None
@@ -202,8 +220,10 @@ def join(ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int 
     mesh = Mesh(ranks, init_device_mesh(device.type, sizes, mesh_dim_names=names), store)
     for group in (dist.group.WORLD, *mesh.axes.get_all_groups()):
         _limit(group, timeout_s)
+    launcher = os.getppid() if AGENT in os.environ else None
     try:
-        yield mesh
+        with heartbeat(store, rank, world, partial(mesh.gone, advice=advice), launcher):
+            yield mesh
     except Exception as error:
         explained = mesh.explained(error)
         for text in getattr(error, "__notes__", ()) if explained is not error else ():
