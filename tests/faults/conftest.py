@@ -1,4 +1,4 @@
-"""Faults that take minutes run when they are asked for (``make faults``); what each took is shown at the end."""
+"""Runs to be hurt, and sound ones to compare them with; what each fault took is shown at the end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from tests.faults.sessions import ONE, Launcher, Patient
 from tests.recipes.tiny_runs import World
 
 TABLE: list[str] = []
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "faults" in config.getoption("markexpr"):
-        return
-    for item in items:
-        if item.get_closest_marker("faults"):
-            item.add_marker(pytest.mark.skip(reason="minutes of real faults; make faults"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -104,7 +104,7 @@ class Session:
         self.wait(lambda: rank in self.ranks(), f"rank {rank}")
         os.kill(self.ranks()[rank], number)
 
-    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 60.0, every_s: float = 0.005) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 180.0, every_s: float = 0.005) -> None:
         until = time.monotonic() + within_s
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.said}"
@@ -188,7 +188,7 @@ class Patient:
     def finish(self, launcher: Launcher) -> None:
         """Goes on to the end."""
         session = self.start(launcher)
-        session.end(120)
+        session.end(300)
         assert session.process.returncode == 0, session.said
 
     def done(self) -> int:

@@ -212,6 +212,8 @@ def join(
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what was on its way is written down at a timeout
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     names, sizes = ("shard",), (world,)
