@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from fewstep import __version__
 from fewstep.checkpoint.run_folder import SEEN
@@ -161,7 +162,7 @@ def versions() -> dict[str, str]:
     """Of the programs that must be the same on all ranks."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "fewstep": __version__}
     if torch.cuda.is_available():
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version()))}
         driver = Path("/proc/driver/nvidia/version")
         number = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", driver.read_text()) if driver.is_file() else None
         found |= {"the NVIDIA driver": number[1]} if number else {}

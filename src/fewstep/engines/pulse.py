@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,9 +26,9 @@ OVER = "over"
 
 @contextmanager
 def heartbeat(
-    store: dist.Store, rank: int, world: int, silent: Callable[[int], None], launcher: int | None = None
+    store: Any, rank: int, world: int, silent: Callable[[int], None], launcher: int | None = None
 ) -> Iterator[None]:
-    """Inside, this rank gives signs of life through the store. Where the next rank has given none for ``SILENCE_S``,
+    """Inside, this rank gives signs of life through the store (a ``torch.distributed.Store``). Where the next rank has given none for ``SILENCE_S``,
     ``silent`` is called with its number, in a thread.
 
     launcher: the process that ends all ranks where one fails. When it is gone, this one is asked to stop by SIGTERM:
