@@ -279,12 +279,14 @@ def test_an_export_of_a_causal_student_streams_as_the_run_does(student, tmp_path
 
 
 def test_the_video_demo_ends_with_tables_clips_and_reports(world, tmp_path, monkeypatch, capsys):
-    for folder, recipe, *_ in demo_video.STAGES:
-        (tmp_path / folder).symlink_to(world.run(f"wan_nano_video/{recipe}").path)
+    recipes = {"teacher": "sft", **{name: recipe for name, recipe, *_ in demo_video.STAGES}}
+    places = {name: tmp_path / name for name in recipes}
+    for name, place in places.items():
+        place.symlink_to(world.run(f"wan_nano_video/{recipes[name]}").path)
     for name, value in {"NUM_SAMPLES": 66, "NUM_LONG": 66, "TIMES_LONGER": 2}.items():
         monkeypatch.setattr(demo_video, name, value)
     monkeypatch.setattr(demo_video, "JUDGED", (("teacher", 3), ("causal", 3), ("student", None)))
-    clips = demo_video.compare(tmp_path)
+    clips = demo_video.compare(places)
     text = " ".join(capsys.readouterr().out.split())
     assert all(word in text for word in ("Calls", "Frechet", "Motion", "From frame"))
     assert frames_in(clips[0]) == 18

@@ -17,7 +17,7 @@ _MEASURED = {
     "network_calls": "Network calls",
     "frechet": "Frechet distance",
     "accuracy": "Accuracy",
-    "ms_per_image": "ms per image",
+    "ms_per_image": "ms per sample",
     "num_samples": "Samples",
 }
 _PLACES = ("path", "test_path", "cache")
@@ -58,7 +58,7 @@ def _head(name: str, exported: Exported) -> str:
         seen = f"a window of {exported.window}, a sink of {exported.sink}" if exported.window else "all before them"
         rows["Blocks"] = f"{exported.block_frames} latent frames at a time, which see {seen}"
     if exported.classes is not None:
-        rows["Classes"] = ", ".join(exported.classes)
+        rows["Classes"] = ("; " if any("," in name for name in exported.classes) else ", ").join(exported.classes)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return (
         f"---\nlibrary_name: diffusers\ntags: [flow-matching, fewstep]\n---\n\n# {name}\n\n"

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from fewstep.cli.console import say, show
+from fewstep.cli.shipped import recipes_folder
 
+TEACHER = "wan_nano_video/teacher"
+"""The teacher that comes with fewstep: an export of what recipe ``wan_nano_video/sft`` makes on a GPU."""
 STAGES = (
-    ("teacher", "sft", "A teacher that sees whole clips: flow matching on moving Fashion-MNIST", {}),
     ("causal", "teacher_forcing", "The teacher made causal: teacher forcing", {"student.init": "teacher"}),
     ("consistency", "consistency", "Few steps: causal consistency distillation", {"teacher.init": "causal"}),
     (
@@ -20,26 +22,39 @@ STAGES = (
         {"teacher.init": "teacher", "student.init": "consistency"},
     ),
 )
-"""Folder, recipe of ``wan_nano_video``, what it does, and the folders that its roles start from."""
+"""Folder, recipe of ``wan_nano_video``, what it does, and what its roles start from: the teacher, or a stage."""
 JUDGED = (("teacher", 20), ("causal", 20), ("causal", 4), ("consistency", None), ("student", None))
 NUM_SAMPLES, NUM_LONG, TIMES_LONGER = 300, 100, 6
 
 
 def demo_video(
     out: Annotated[Path, typer.Option("--out", help="Folder of the runs and the clips.")] = Path("runs/demo-video"),
+    train_teacher: Annotated[
+        bool,
+        typer.Option("--train-teacher", help="Train the teacher too, hours on a CPU; else take the shipped one."),
+    ] = False,
 ) -> None:
-    """Train a video teacher, make it causal, distil it to 4 steps and stream it: minutes on two CPU cores.
+    """Make a video teacher causal, distil it to 4 steps and stream it: minutes on two CPU cores.
 
     Ends with two tables (quality and cost; quality against the frame index, far past the training length), clips that
     play, and a report of each stage. An interrupted demo goes on where it stopped.
     """
     from fewstep.cli.demo import train
 
-    for number, (name, recipe, told, starts) in enumerate(STAGES, 1):
-        say(f"{number}/{len(STAGES) + 1}  {told} (recipe wan_nano_video/{recipe}).", style="bold")
-        train(f"wan_nano_video/{recipe}", out / name, [f"{role}={out / run}" for role, run in starts.items()])
-    say(f"{len(STAGES) + 1}/{len(STAGES) + 1}  All against clips that no training saw.", style="bold")
-    clips = compare(out)
+    teacher, told = recipes_folder() / TEACHER, "flow matching on moving Fashion-MNIST (recipe wan_nano_video/sft)."
+    if train_teacher:
+        teacher = out / "teacher"
+        say(f"1/5  A teacher that sees whole clips: {told}", style="bold")
+        train("wan_nano_video/sft", teacher, [])
+    else:
+        say(f"1/5  A teacher that sees whole clips comes with fewstep: {told}", style="bold")
+        say(f"     {teacher}; --train-teacher makes it here.")
+    places = {"teacher": teacher, **{name: out / name for name, *_ in STAGES}}
+    for number, (name, recipe, told, starts) in enumerate(STAGES, 2):
+        say(f"{number}/5  {told} (recipe wan_nano_video/{recipe}).", style="bold")
+        train(f"wan_nano_video/{recipe}", places[name], [f"{role}={places[run]}" for role, run in starts.items()])
+    say("5/5  All against clips that no training saw.", style="bold")
+    clips = compare(places)
     say(f"\nThe clips:   {' and '.join(map(str, clips))}")
     say(f"The reports: {out / 'student' / 'report.html'}, and one in each folder beside it")
     say(
@@ -50,7 +65,7 @@ def demo_video(
     )
 
 
-def compare(out: Path) -> list[Path]:
+def compare(stages: dict[str, Path]) -> list[Path]:
     """Prints the tables, writes them into the student's run, and the clips; returns the paths of the clips."""
     from fewstep.checkpoint.run_folder import RunFolder
     from fewstep.cli.judging import long_clips, measure, open_judge
@@ -60,8 +75,8 @@ def compare(out: Path) -> list[Path]:
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
     from fewstep.observe.report import write_report
 
-    models = {name: load_model(out / name) for name, *_ in STAGES}
-    student, run = models["student"], RunFolder(out / "student")
+    models = {name: load_model(place) for name, place in stages.items()}
+    student, run = models["student"], RunFolder(stages["student"])
     judge, real = open_judge(student, None)
     settings: dict[str, Any] = {"num_samples": NUM_SAMPLES, "seeds": (0,), "batch": 50}
     rows = [evaluate_real(judge, real, NUM_SAMPLES)]

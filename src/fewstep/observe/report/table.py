@@ -21,7 +21,7 @@ _HEADINGS = {
     "precision": "Precision",
     "recall": "Recall",
     "coverage": "Coverage",
-    "ms_per_image": "ms per image",
+    "ms_per_image": "ms per sample",
     "num_samples": "Samples",
 }
 _HIGHEST = ("accuracy", "item_accuracy", "motion_accuracy", "precision", "recall", "coverage")
