@@ -80,8 +80,7 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
             if iteration >= recipe.iterations:
                 farewell = f"Look at it: {run.report}, or: fewstep sample {run.path}"
         except BaseException as error:
-            kept = f"The checkpoint of iteration {saved} is kept" if saved else "There is no checkpoint yet"
-            error.add_note(f"{kept}. {advice}")
+            error.add_note(f"Complete checkpoints are kept. {advice}")
             raise
         finally:
             observer.close(farewell)

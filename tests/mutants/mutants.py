@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old``, which stands once in ``file`` (below ``src/fewstep``), becomes ``new``; then one of ``tests`` (pytest's
-    ids, below ``tests``) must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from tests.mutants.fault_mutants import FAULTS
+from tests.mutants.mutant import Mutant
 
 # fmt: off
 FLOW = (
@@ -800,4 +788,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *CAUSAL_ROLLOUT,
     *RANKS,
     *LATENTS,
+    *FAULTS,
 )

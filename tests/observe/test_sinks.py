@@ -99,6 +99,17 @@ def test_a_row_outlives_a_process_that_is_killed_right_after_it(tmp_path):
     assert losses(path) == {5: 0.5}
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_names_the_file_and_the_sink_can_be_closed(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink._file.close()
+    sink._file = open("/dev/full", "ab", buffering=0)  # reading it, as opening a sink does, would never end
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        sink.write(train_row(1, 0.5))
+    assert caught.value.filename == str(tmp_path / "metrics.jsonl")
+    sink.close()
+
+
 def test_after_a_resume_rows_beyond_it_are_superseded_but_stay_in_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, train_row(5, 5.0), train_row(10, 10.0), train_row(15, 15.0), Row("warning", 15, 0.0, message="drift"))

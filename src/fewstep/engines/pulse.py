@@ -28,11 +28,11 @@ OVER = "over"
 def heartbeat(
     store: Any, rank: int, world: int, silent: Callable[[int], None], launcher: int | None = None
 ) -> Iterator[None]:
-    """Inside, this rank gives signs of life through the store (a ``torch.distributed.Store``). Where the next rank has given none for ``SILENCE_S``,
-    ``silent`` is called with its number, in a thread.
+    """Inside, this rank gives signs of life. Where the next rank has given none for ``SILENCE_S``, ``silent`` is called
+    with its number, in a thread.
 
-    launcher: the process that ends all ranks where one fails. When it is gone, this one is asked to stop by SIGTERM:
-    else nobody would ever end it.
+    store: a ``torch.distributed.Store`` that all ranks share. launcher: the process that ends all ranks where one
+    fails. When it is gone, this one is asked to stop by SIGTERM: else nobody would ever end it.
     """
     over = threading.Event()
     thread = threading.Thread(
