@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
+from fewstep.assemble import assemble
 from fewstep.checkpoint.export import export
 from fewstep.checkpoint.source import open_source
 from fewstep.describe import carried_gib, describe
 from fewstep.errors import UserError, UserErrors
 from fewstep.prepare import prepare
-from fewstep.train import assemble
 from tests.recipes.tiny_runs import World, tensors, values
 from tests.test_cli import call
 from tests.test_train import assert_same_bits

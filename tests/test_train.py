@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewstep.assemble import assemble
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete
 from fewstep.cli.shipped import shipped_recipes
@@ -24,7 +25,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.evaluate.validation import Validator
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
-from fewstep.train import StopRequest, assemble, train
+from fewstep.train import StopRequest, train
 from tests.recipes.tiny_runs import World, tensors, values
 
 WHOLE_RUNS = True
@@ -68,6 +69,17 @@ def test_six_iterations_are_three_a_crash_and_three_more(world: World, name: str
     assert values(crashed) == values(whole)
     assert {row.kind for row in read_rows(crashed.metrics)} == {"train", "validation", "resume"}
     assert {"student", "student.optimizer", "ema"} <= set(tensors(whole, 6))
+
+
+def test_a_run_goes_on_with_idle_roles_asleep_as_it_would_with_all_awake(world: World):
+    """``engine.offload``: loading, phases, validation and the checkpoint."""
+    shutil.copytree(world.run(DMD2).path, world.path / "offloaded")
+    shutil.rmtree(world.path / "offloaded" / "checkpoints" / "iteration-000006")
+    run = world.train(
+        DMD2, "method.critic_updates=2", "engine.offload=true", iterations=6, into="offloaded", resume=True
+    )
+    assert_same_bits(tensors(run, 6), tensors(world.run(DMD2), 6))
+    assert values(run) == values(world.run(DMD2))
 
 
 def test_every_trained_role_its_optimizer_and_the_average_are_in_the_checkpoint(world: World):
@@ -114,6 +126,37 @@ def test_a_second_process_cannot_train_into_the_same_run(world: World):
     run = world.run(SFT)
     with run.lock(), pytest.raises(UserError, match="another process trains into this run"):
         train(prepare(world.recipe(SFT, iterations=6)), run, resume=True)
+
+
+# --- saving beside the training --------------------------------------------------------------------------------------
+
+BESIDE = ("checkpoint.asynchronous=true", "checkpoint.keep_last=9", "validation=null")
+
+
+def test_checkpoints_that_are_written_beside_the_training_are_those_of_a_run_that_waits(world: World):
+    run = world.train(DMD2, "method.critic_updates=2", "checkpoint.every=1", *BESIDE, iterations=6, into="beside")
+    assert len(list(run.checkpoints.iterdir())) == 6
+    for iteration in (3, 6):
+        assert_same_bits(tensors(run, iteration), tensors(world.run(DMD2), iteration))
+
+
+def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_next_iteration(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    plain, place, ran = ProcessEngine.run, world.path / "unwritable", []
+
+    def watched(self: ProcessEngine, iteration: int) -> dict[str, Tensor]:
+        ran.append(iteration)
+        if iteration == 1:
+            (place / "checkpoints").write_text("no folder")
+        for writer in (thread for thread in threading.enumerate() if "_write" in thread.name):
+            writer.join()
+        return plain(self, iteration)
+
+    monkeypatch.setattr(ProcessEngine, "run", watched)
+    with pytest.raises(UserError, match=r"iteration-000002: the checkpoint could not be written"):
+        world.train(SFT, "checkpoint.every=2", *BESIDE, iterations=1000, into="unwritable")
+    assert ran == [0, 1, 2]
 
 
 # --- what must not change training ------------------------------------------------------------------------------------

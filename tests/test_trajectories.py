@@ -15,6 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fewstep import trajectories as trajectories_module
+from fewstep.assemble import assemble
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.cli import app
 from fewstep.config import Recipe, dump_recipe
@@ -24,7 +25,7 @@ from fewstep.flow.sigmas import grid
 from fewstep.models.families import build
 from fewstep.prepare import Plan, prepare
 from fewstep.rng import Draw
-from fewstep.train import assemble, train
+from fewstep.train import train
 from fewstep.trajectories import folder_of, generate, teacher_weights
 from tests.models.tiny import randomise, relative
 from tests.recipes.tiny_runs import MODEL, write_clothes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,33 +25,40 @@ COMPILERS = {"blocks": compile_blocks, "graphs": compile_whole}
 Weights = dict[tuple[Any, str], dict[str, Tensor]]
 
 
-def assemble(plan: Plan, mesh: Mesh | None = None) -> ProcessEngine:
+def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None = None) -> ProcessEngine:
     """The engine of the plan, on its device; with ``mesh`` every role is cut over the ranks, and each of them reads its
-    own parts of the weights: no rank ever holds more of a network than its part and one whole tensor."""
+    own parts of the weights: no rank ever holds more of a network than its part and one whole tensor. ``only``: the
+    roles that the engine is to have; all of the method's, if left out."""
     recipe, totals = plan.recipe, plan.total_updates()
     weights: Weights = {}
     offline = getattr(plan.method, "offline", ())  # roles that no iteration needs
-    networks = plan.networks("meta" if mesh else "cpu")
+    wanted = [name for name in only or plan.method.roles if name not in offline]
+    networks = plan.networks("meta" if mesh else "cpu", wanted)
     roles: dict[str, Role] = {}
     optimizers: dict[str, RoleOptimizer] = {}
-    for name in (name for name in networks if name not in offline):
+    ema: EMA | None = None
+    for name in networks:
         role, network = plan.roles[name], networks[name]
         roles[name] = cut(plan, name, network, weights, mesh) if mesh else whole(plan, name, network, weights)
         if role.optimizer:
             assert role.schedule is not None
             optimizers[name] = RoleOptimizer(roles[name].parameters(), role.optimizer, role.schedule, totals[name])
-    ema = EMA(roles["student"].parameters(), recipe.ema)
-    if "ema" in plan.method.roles:
+        if name == "student":
+            ema = EMA(roles[name].parameters(), recipe.ema)
+        if recipe.engine.offload:
+            roles[name].weights.sleep()
+    if ema is not None and "ema" in plan.method.roles:
         roles["ema"] = AveragedRole(roles["student"], ema)
     return ProcessEngine(
         plan.method,
         roles,
         optimizers,
         ema,
-        batch_source(plan, roles["student"]),
+        batch_source(plan, next(role for name, role in roles.items() if name != "discriminator")),
         seed=recipe.seed,
         micro_batch=recipe.engine.micro_batch,
         mesh=mesh,
+        offload=recipe.engine.offload,
     )
 
 
@@ -101,10 +108,11 @@ def settle(plan: Plan, name: str, network: nn.Module) -> None:
         COMPILERS[plan.recipe.engine.compile](network)  # type: ignore[arg-type]
 
 
-def batch_source(plan: Plan, student: Role) -> BatchSource:
-    """This process's rows of the batches of the run, in the precision of the masters."""
-    conditioner = plan.conditioner(student.network)
-    dtype, recipe, ranks = plan.sampler.dtype, plan.recipe, plan.ranks
+def batch_source(plan: Plan, role: Role) -> BatchSource:
+    """This process's rows of the batches of the run, in the precision of the masters. ``role``: any that is told of a
+    sample what the student is told, as all of them are."""
+    conditioner = plan.conditioner(role.network)
+    dtype, recipe, (rank, world) = plan.sampler.dtype, plan.recipe, plan.rows
 
     def condition(told: Tensor) -> tuple[Any, Any]:
         return conditioner.condition(told), conditioner.null(len(told), told.device)
@@ -120,7 +128,7 @@ def batch_source(plan: Plan, student: Role) -> BatchSource:
         recipe.data.batch,
         plan.method.num_batches,
         hold=recipe.sampling.stream_chunks,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=rank,
+        world=world,
     )
     return BatchSource(plan.dataset, order, encode, condition, plan.device)

@@ -7,6 +7,7 @@ from collections import Counter
 
 from fewstep.data.api import Dataset
 from fewstep.data.latents import LatentFolder
+from fewstep.engines.ray.placement import Group
 from fewstep.models.families import ModelSection
 from fewstep.needs import bytes_per_parameter
 from fewstep.prepare import Plan
@@ -27,12 +28,14 @@ def describe(plan: Plan) -> str:
         "",
         f"{'role':<14}{'parameters':>14}{'memory':>12}  from",
     ]
+    if plan.groups:
+        lines[3:3] = [placed(group) for group in plan.groups]
     if frames > 1:
         lines[-2:-2] = [f"{name} sees {seen(role.model)}" for name, role in plan.roles.items() if role.model]
     total = 0.0
     for name, role in plan.roles.items():
         count = sum(parameter.numel() for parameter in networks[name].parameters())
-        gib = count * bytes_per_parameter(plan, name) / 2**30 * recipe.engine.replicas / plan.ranks.world
+        gib = count * bytes_per_parameter(plan, name) / 2**30 * recipe.engine.replicas / holders(plan, name)
         total += gib
         origin = f"{role.source.path} ({role.source.chosen(role.weights)})" if role.source else "random weights"
         lines.append(f"{name:<14}{count:>14,}{gib:>8.3f} GiB  {origin}{'' if role.optimizer else ', frozen'}")
@@ -49,8 +52,21 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def placed(group: Group) -> str:
+    """How many workers hold which roles."""
+    part = f" with 1/{group.size} of" if group.size > 1 else " with"
+    return f"group {group.name}: {group.size} workers, each{part} {', '.join(group.roles)}"
+
+
+def holders(plan: Plan, role: str) -> int:
+    """The processes over which a role is cut."""
+    return next((group.size for group in plan.groups if role in group.roles), plan.ranks.world)
+
+
 def many(plan: Plan) -> str:
     """That there are several processes, of which one is described."""
+    if plan.groups:
+        return f", {sum(group.size for group in plan.groups)} workers (memory of one in each group)"
     return f", in each of {plan.ranks.world} processes (memory of one)" if plan.ranks.world > 1 else ""
 
 
@@ -74,14 +90,14 @@ def seen(model: ModelSection) -> str:
 def activations_gib(plan: Plan) -> float:
     """About what the largest network keeps of one micro-batch for its backward pass: all that is inside its blocks, or,
     where that is computed again, what enters each and the inside of one."""
-    mine = plan.recipe.data.batch // plan.ranks.world
+    mine = plan.recipe.data.batch // plan.rows[1]
     rows = min(plan.recipe.engine.micro_batch or mine, mine)
     frames, _, height, width = plan.shape
     largest = 0
     for role in plan.roles.values():
         if role.model is not None and role.optimizer is not None:
             shape = role.model.architecture
-            tokens = rows * frames * height * width // math.prod(shape.patch)
+            tokens = rows * frames * height * width // math.prod(shape.patch) // plan.recipe.engine.sequence
             block = _KEPT_PER_TOKEN * shape.dim + 3 * shape.ffn_dim
             kept = shape.layers * shape.dim + block if plan.recipe.engine.recompute else shape.layers * block
             largest = max(largest, tokens * kept)

@@ -18,6 +18,10 @@ class UserErrors(UserError):
         super().__init__("\n".join(errors))
         self.errors = tuple(errors)
 
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        """On their way from one process to another they stay several."""
+        return type(self), (self.errors,)
+
 
 @contextmanager
 def named(place: Path) -> Iterator[None]:

@@ -38,8 +38,9 @@ def without(value: Any, names: tuple[str, ...]) -> Any:
 
 
 def held_bytes(plan: Plan) -> int:
-    """Of all roles, on each rank; activations come to it."""
-    whole = sum(count * bytes_per_parameter(plan, name) for name, count in counts(plan).items())
+    """Of all roles, on each rank, or of the largest where the others wait elsewhere; activations come to it."""
+    roles = [count * bytes_per_parameter(plan, name) for name, count in counts(plan).items()]
+    whole = max(roles) if plan.recipe.engine.offload else sum(roles)
     return whole * plan.recipe.engine.replicas // plan.ranks.world
 
 

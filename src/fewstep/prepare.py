@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from fewstep.data.latents import LatentFolder
 from fewstep.data.sources import open_dataset
 from fewstep.engines.device import resolve_device
 from fewstep.engines.mesh import Ranks
+from fewstep.engines.ray.placement import Group, RaySection, groups_of
 from fewstep.engines.roles import CriticSection, StudentSection
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Method
@@ -65,10 +66,17 @@ class Plan:
     device: torch.device
     precision: torch.dtype
     ranks: Ranks = ONE
+    groups: tuple[Group, ...] = ()
+    """Of the workers that this process is to start; empty in a process that trains itself."""
 
     @property
     def shape(self) -> Shape:
         return self.sampler.shape
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(i, n): this process trains on rows i, i + n, ... of every batch."""
+        return self.ranks.rows(self.recipe.engine.sequence)
 
     @property
     def models(self) -> dict[str, dict[str, Any]]:
@@ -88,17 +96,25 @@ class Plan:
             return network.conditioner
         return network.conditioner.of(None if dataset.negative is None else dataset.negative.to(self.device))
 
-    def networks(self, device: torch.device | str) -> dict[str, nn.Module]:
-        """A network for every role, its weights not yet set; no random stream is touched."""
+    def networks(self, device: torch.device | str, only: Collection[str] | None = None) -> dict[str, nn.Module]:
+        """A network for every role, or for those of ``only``, its weights not yet set; no random stream is touched."""
+        wanted = self.roles if only is None else only
         made: dict[str, Any] = {
-            name: build(role.model, device) for name, role in self.roles.items() if role.model is not None
+            name: build(role.model, device)
+            for name, role in self.roles.items()
+            if role.model is not None and name in wanted
         }
-        if "discriminator" in self.roles:
+        if "discriminator" in self.roles and "discriminator" in wanted:
             gan = self.recipe.method.gan
             with torch.device("meta"):
                 head = Discriminator(made[gan.features].width, len(gan.layers or (0,)))
             made["discriminator"] = head.to_empty(device=device)
         return made
+
+    def placed(self) -> dict[str, dict[str, Any]]:
+        """How many workers hold which roles, as plain values; empty where there are no groups."""
+        found = {group.name: {"workers": group.size, "roles": list(group.roles)} for group in self.groups}
+        return {"groups": found} if found else {}
 
     def total_updates(self) -> dict[str, int]:
         """Updates that each trained role will make in the whole run."""
@@ -117,12 +133,20 @@ class Plan:
         return [name for phase in self.method.phases(iteration) for name in phase.trains]
 
 
-def prepare(recipe: Recipe) -> Plan:
+def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
     """Opens the data set and the sources of all roles (no weights), and checks that they fit together.
+
+    ranks: which process this is, for a worker; left out, what a launcher says, and where the recipe has groups of
+    workers the plan is that of the process which starts them.
 
     Raises UserError, or UserErrors with everything that is wrong at once.
     """
-    ranks = Ranks.launched()
+    starts = ranks is None and isinstance(recipe.engine, RaySection)
+    ranks = ranks or Ranks.launched()
+    if starts and ranks.world > 1:
+        raise UserError(
+            f"engine.name = ray: torchrun started {ranks.world} processes, and Ray starts its own; run fewstep alone"
+        )
     device, precision = resolve_device(recipe.engine, ranks)
     if recipe.engine.compile and device.type == "cpu":
         raise UserError(f"engine.compile = {recipe.engine.compile}: it is for GPUs; write engine.compile=null on a CPU")
@@ -138,12 +162,17 @@ def prepare(recipe: Recipe) -> Plan:
     except UserError as error:
         raise UserError(f"{error} (data.frames, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
-    plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision, ranks)
+    groups: tuple[Group, ...] = ()
+    if starts:
+        assert isinstance(recipe.engine, RaySection)
+        groups = groups_of(recipe.engine, method, recipe.iterations, device)
+    plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision, ranks, groups)
     errors = [
         *misfits(plan),
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
         *odd_ranks(plan),
+        *odd_division(plan),
         *missing_packages(recipe.observe),
     ]
     if errors:
@@ -294,15 +323,44 @@ def odd_numbers(plan: Plan) -> list[str]:
 
 
 def odd_ranks(plan: Plan) -> Iterator[str]:
-    """What cannot be cut over the processes."""
-    world, engine, batch, parts = plan.ranks.world, plan.recipe.engine, plan.recipe.data.batch, plan.method.row_parts
-    if batch % (world * parts):
-        of = f"{world} processes" if parts == 1 else f"{world} processes and the method's {parts} parts"
-        yield f"data.batch = {batch}: it must be a multiple of {world * parts}, for {of}"
-    if world % engine.replicas:
-        yield f"engine.replicas = {engine.replicas}: it must divide the number of processes, {world}"
-    if world > 1 and engine.compile == "graphs":
-        yield "engine.compile = graphs: it is for one process; write engine.compile=blocks, or null"
+    """What cannot be cut over the processes, or over the workers of each group."""
+    engine, batch, parts = plan.recipe.engine, plan.recipe.data.batch, plan.method.row_parts
+    worlds = {group.size: f"{group.size} workers of group '{group.name}'" for group in plan.groups}
+    worlds = worlds or {plan.ranks.world: f"{plan.ranks.world} processes"}
+    for world, named in worlds.items():
+        if world % engine.sequence:
+            yield f"engine.sequence = {engine.sequence}: it must divide the number of processes, {world}"
+            continue
+        rows = world // engine.sequence
+        if batch % (rows * parts):
+            of = named if engine.sequence == 1 else f"{rows} groups of {engine.sequence} processes"
+            of += "" if parts == 1 else f" and the method's {parts} parts"
+            yield f"data.batch = {batch}: it must be a multiple of {rows * parts}, for {of}"
+        if world % engine.replicas:
+            yield f"engine.replicas = {engine.replicas}: it must divide the number of processes, {world}"
+        if world > 1 and engine.compile == "graphs":
+            yield "engine.compile = graphs: it is for one process; write engine.compile=blocks, or null"
+    if not isinstance(engine, RaySection):
+        return
+    if engine.sequence > 1:
+        yield f"engine.sequence = {engine.sequence}: it is for engine.name=process; leave it out"
+    if plan.recipe.checkpoint.asynchronous:
+        yield "checkpoint.asynchronous = true: it is for engine.name=process; leave it out"
+    if engine.compile == "graphs" and engine.layout == "colocated":
+        yield "engine.compile = graphs: it needs weights that stay where they are; write engine.compile=blocks"
+
+
+def odd_division(plan: Plan) -> Iterator[str]:
+    """Which networks' tokens cannot be divided over the processes that share a row."""
+    sequence, (_, _, height, width) = plan.recipe.engine.sequence, plan.shape
+    for name, role in plan.roles.items():
+        if role.model is None:
+            continue
+        shape = role.model.architecture
+        tokens = (height // shape.patch[1]) * (width // shape.patch[2])
+        for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):
+            if count % sequence:
+                yield f"engine.sequence = {sequence}: it must divide the {count} {what} of {name}"
 
 
 def _trained(

@@ -7,7 +7,8 @@ import platform
 import signal
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,18 +18,19 @@ import torch
 from rich.console import Console
 
 from fewstep import __version__
-from fewstep.assemble import assemble
 from fewstep.checkpoint.atomic import replace_text
+from fewstep.checkpoint.background import Saver
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
-from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint, take_part
-from fewstep.config import dump_recipe
-from fewstep.data.sources import open_dataset
+from fewstep.checkpoint.save import load_checkpoint, newest_complete
+from fewstep.config import Recipe, dump_recipe
 from fewstep.engines.health import Health, examine, refuse_full_disk
-from fewstep.engines.mesh import Mesh, join
-from fewstep.engines.process import ProcessEngine
+from fewstep.engines.mesh import Mesh, RankError, join
+from fewstep.engines.ray.driver import Driver
+from fewstep.engines.ray.placement import RaySection
+from fewstep.engines.ray.worker import Begin
 from fewstep.errors import UserError, UserErrors
-from fewstep.evaluate.validation import Validator
+from fewstep.member import Member, member
 from fewstep.needs import checkpoint_bytes, needs
 from fewstep.observe.observer import Observer, Unobserved
 from fewstep.prepare import Plan
@@ -47,35 +49,46 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     missing; Ctrl-C there raises KeyboardInterrupt, and what is finished is kept.
 
     Of several ranks each calls this. The first one alone writes into ``run``; a stop asked of one stops all of them.
+    With ``engine.name: ray`` one process calls it, whose workers train; it writes into ``run``.
     """
+    restarts = plan.recipe.engine.max_restarts if isinstance(plan.recipe.engine, RaySection) else 0
+    while True:
+        try:
+            return _train(plan, run, resume, go_on or f"{plan.ranks.launcher}fewstep train --resume {run.path}")
+        except RankError as error:
+            if not restarts:
+                raise
+            print(f"{error}\nGoing on from the last checkpoint; restarts left: {restarts - 1}.", file=sys.stderr)
+            restarts, resume = restarts - 1, True
+
+
+def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
     recipe, ranks = plan.recipe, plan.ranks
-    advice = f"Go on with: {go_on or f'{ranks.launcher}fewstep train --resume {run.path}'}"
-    generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
-    waits, copies = recipe.engine.timeout_s, recipe.engine.replicas
-    group = join(ranks, plan.device, timeout_s=waits, replicas=copies, advice=advice)
-    lock = run.lock() if ranks.first else nullcontext()
-    with StopRequest() if ranks.first else StopRequest("") as stop, group as mesh, lock:
-        health = examined(plan, mesh, run)
-        engine = assemble(plan, mesh)
-        check = validator(plan, engine, run)
-        iteration, time_s = restore(engine, plan, run) if resume else (0, 0.0)
+    saver, advice = Saver(), f"Go on with: {go_on}"
+    if not plan.groups:
+        generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
+    told: dict[str, Any] = {} if ranks.first else {"told": ""}
+    with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice) as (trainer, health):
+        iteration, time_s = restore(trainer, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
         observer = observe(plan, run, iteration, time_s, health)
-        due, agreed = partial(is_due, check, recipe.iterations), mesh.any if mesh else bool
+        due, agreed = partial(is_due, recipe), trainer.mesh.any if trainer.mesh else bool
         try:
             if resume and due(iteration) and agreed(observer.lacks_validation(iteration)):
-                validate(check, engine, observer, iteration)
+                validate(trainer, observer, iteration)
             while iteration < recipe.iterations and not agreed(stop.asked):
-                metrics = engine.run(iteration)
+                metrics = trainer.run(iteration)
                 iteration += 1
                 observer.train(iteration, metrics, recipe.data.batch)
-                if iteration == recipe.iterations or iteration % recipe.checkpoint.every == 0:
-                    saved = save(engine, plan, run, observer, iteration)
+                saver.check()
+                if is_saved(recipe, iteration):
+                    saved = save(trainer, plan, run, observer, iteration)
                 if due(iteration):
-                    validate(check, engine, observer, iteration)
+                    validate(trainer, observer, iteration)
             if saved != iteration:
-                save(engine, plan, run, observer, iteration)
-            refuse_barren(engine)
+                save(trainer, plan, run, observer, iteration)
+            saver.wait()
+            refuse_barren(trainer)
             farewell = f"Checkpoint saved. {advice}"
             if iteration >= recipe.iterations:
                 farewell = f"Look at it: {run.report}, or: fewstep sample {run.path}"
@@ -85,6 +98,26 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
         finally:
             observer.close(farewell)
     return iteration >= recipe.iterations
+
+
+@contextmanager
+def trainer_of(plan: Plan, run: RunFolder, saver: Saver, advice: str) -> Iterator[tuple[Member | Driver, str]]:
+    """What runs the iterations, alone in the run's folder: this process, or the workers that it starts; and what was
+    found before anything was loaded."""
+    recipe, ranks = plan.recipe, plan.ranks
+    if isinstance(recipe.engine, RaySection):
+        begin: Begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute())
+        cut = partial(is_saved, recipe)
+        with run.lock():
+            found = examined(plan, None, run)
+            with Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:
+                yield driver, found
+        return
+    how = {name: getattr(recipe.engine, name) for name in ("timeout_s", "replicas", "sequence")}
+    group = join(ranks, plan.device, advice=advice, **how)
+    with group as mesh, run.lock() if ranks.first else nullcontext(), saver:
+        found = examined(plan, mesh, run)
+        yield Member(plan, run, mesh, saver=saver), found
 
 
 def examined(plan: Plan, mesh: Mesh | None, run: RunFolder) -> str:
@@ -121,48 +154,27 @@ def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float, health: s
     )
 
 
-def validator(plan: Plan, engine: ProcessEngine, run: RunFolder) -> Validator | None:
-    """What validates the averaged student, if the recipe asks for it; its classifier is trained now, if ever.
-
-    Of several ranks all make the same samples together, and the first one judges and shows them.
-    """
-    section = plan.recipe.validation
-    if section is None:
-        return None
-    if not plan.ranks.first:
-        section = section.model_copy(update={"extractor": None})
-    conditioner: Any = engine.roles["student"].network.conditioner
-    return Validator(
-        section,
-        plan.recipe.sampling,
-        conditioner,
-        plan.codec,
-        plan.dataset,
-        open_dataset(plan.recipe.data, "test"),
-        shape=plan.shape,
-        causal=engine.roles["student"].causal,
-        folder=run.samples if plan.ranks.first else None,
-        dtype=plan.sampler.dtype,
-        device=plan.device,
-        plugins=plan.recipe.plugins,
-    )
-
-
-def is_due(check: Validator | None, last: int, iteration: int) -> bool:
+def is_due(recipe: Recipe, iteration: int) -> bool:
     """Whether a validation belongs to ``iteration``, at which a run or a part of it ends."""
-    return check is not None and iteration > 0 and (iteration == last or iteration % check.section.every == 0)
+    section = recipe.validation
+    return section is not None and iteration > 0 and (iteration == recipe.iterations or iteration % section.every == 0)
 
 
-def validate(check: Any, engine: ProcessEngine, observer: Observer | Unobserved, iteration: int) -> None:
+def is_saved(recipe: Recipe, iteration: int) -> bool:
+    """Whether a checkpoint belongs to ``iteration``."""
+    return iteration == recipe.iterations or iteration % recipe.checkpoint.every == 0
+
+
+def validate(trainer: Member | Driver, observer: Observer | Unobserved, iteration: int) -> None:
     """Validates the averaged student."""
-    with observer.phase("validation"), engine.ema.swapped():
-        results = check(iteration, engine.roles["student"])
+    with observer.phase("validation"):
+        results = trainer.validate(iteration)
     observer.validation(iteration, results)
 
 
-def refuse_barren(engine: ProcessEngine) -> None:
+def refuse_barren(trainer: Member | Driver) -> None:
     """Raises UserError if a role skipped every update that it tried: nothing was trained."""
-    barren = [name for name, optimizer in engine.optimizers.items() if optimizer.skipped and not optimizer.updates]
+    barren = [name for name, (updates, skipped) in trainer.counters().items() if skipped and not updates]
     if barren:
         raise UserError(
             f"{' and '.join(barren)}: every update was skipped, since loss or gradient was never finite; lower the "
@@ -170,10 +182,10 @@ def refuse_barren(engine: ProcessEngine) -> None:
         )
 
 
-def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer | Unobserved, iteration: int) -> int:
-    """Writes the checkpoint of ``iteration``; returns that number."""
+def save(trainer: Member | Driver, plan: Plan, run: RunFolder, observer: Observer | Unobserved, iteration: int) -> int:
+    """Writes the checkpoint of ``iteration``, or lets it be written beside the training; returns that number."""
     if isinstance(observer, Unobserved):
-        take_part(engine.state())
+        trainer.save(run.checkpoints, None, plan.recipe.checkpoint)
         return iteration
     with observer.phase("checkpoint"):
         meta = Meta(
@@ -186,17 +198,17 @@ def save(engine: ProcessEngine, plan: Plan, run: RunFolder, observer: Observer |
             classes=plan.dataset.classes or None,
             latent_shape=plan.shape,
             sources=plan.sources,
-            counters={name: int(optimizer.updates) for name, optimizer in engine.optimizers.items()},
+            counters={name: updates for name, (updates, _) in trainer.counters().items()},
             time_s=observer.clock.elapsed_s,
             versions=versions(),
         )
-        save_checkpoint(run.checkpoints, iteration, engine.state(), meta.to_json(), plan.recipe.checkpoint)
+        trainer.save(run.checkpoints, meta, plan.recipe.checkpoint)
     return iteration
 
 
-def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, float]:
+def restore(trainer: Member | Driver, plan: Plan, run: RunFolder) -> tuple[int, float]:
     """Loads the newest complete checkpoint; returns its iteration and the seconds trained so far."""
-    newest = newest_of(run, engine.mesh)
+    newest = newest_of(run, trainer.mesh)
     if newest is None:
         return 0, 0.0
     checkpoint = load_checkpoint(newest)
@@ -218,7 +230,7 @@ def restore(engine: ProcessEngine, plan: Plan, run: RunFolder) -> tuple[int, flo
         raise UserErrors(
             [f"{run.path} cannot go on with another recipe; take it back, or begin a run of another name:", *changed]
         )
-    engine.load({group: checkpoint.tensors(group) for group in checkpoint.groups})
+    trainer.load(checkpoint)
     return checkpoint.iteration, meta.time_s
 
 
@@ -251,7 +263,7 @@ def environment(plan: Plan) -> dict[str, Any]:
     device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else platform.processor() or "CPU"
     precision = str(plan.precision).removeprefix("torch.")
     known = {"device": device, "precision": precision, "threads": torch.get_num_threads()}
-    return {**versions(), **known, "ranks": plan.ranks.world}
+    return {**versions(), **known, "ranks": plan.ranks.world, **plan.placed()}
 
 
 class StopRequest:

@@ -68,14 +68,14 @@ def folder_of(plan: Plan) -> TrajectoryFolder:
 
 def trajectory_batches(plan: Plan, encode: Any, condition: Any) -> TrajectoryBatches:
     """The batches of a run that trains on trajectories; ``encode`` and ``condition`` are those of a ``BatchSource``."""
-    folder = folder_of(plan)
+    folder, (rank, world) = folder_of(plan), plan.rows
     order = BatchOrder(
         plan.recipe.seed,
         folder.manifest.count,
         plan.recipe.data.batch,
         plan.method.num_batches,
-        rank=plan.ranks.rank,
-        world=plan.ranks.world,
+        rank=rank,
+        world=world,
     )
     return TrajectoryBatches(folder, plan.dataset, order, encode, condition, plan.device)
 

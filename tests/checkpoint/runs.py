@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewstep.checkpoint.background import Saver
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import CheckpointSection, load_checkpoint, newest_complete, save_checkpoint
@@ -86,10 +87,11 @@ def kills_in_a_process(folder: Path) -> list[list[str]]:
     return [line.split() for line in ran.stdout.splitlines()]
 
 
-def save_full_of(value: int, checkpoints: Path, iteration: int) -> None:
+def save_full_of(value: int, checkpoints: Path, iteration: int, beside: bool = False) -> None:
     full = {name: torch.full((50, 100), value) for name in ("weight", "bias")}
     groups = {"student": full, "ema": full, "critic": full}
-    save_checkpoint(checkpoints, iteration, groups, {}, CheckpointSection(every=1, keep_last=1))
+    with Saver() as saver:
+        saver.save(checkpoints, iteration, groups, {}, CheckpointSection(every=1, keep_last=1, asynchronous=beside))
 
 
 def report(checkpoints: Path, promised: int) -> int:
@@ -126,10 +128,11 @@ def kill_at_any_moment(checkpoints: Path, kills: int) -> None:
         iteration = report(checkpoints, int.from_bytes(promised, "little"))
 
 
-def kill_before_every_step(checkpoints: Path, forward: int) -> None:
+def kill_before_every_step(checkpoints: Path, forward: int, beside: bool = False) -> None:
     """Kills a save before its first file operation, another one before its second, and so on until one gets through.
 
-    forward: 1 to save the next iteration each time, 0 to replace the same one.
+    forward: 1 to save the next iteration each time, 0 to replace the same one. beside: in a thread, while training
+    would go on.
     """
     iteration = 1
     save_full_of(0, checkpoints, iteration)
@@ -137,7 +140,7 @@ def kill_before_every_step(checkpoints: Path, forward: int) -> None:
         saver = os.fork()
         if saver == 0:
             kill_this_process_before_operation(step)
-            save_full_of(step, checkpoints, iteration + forward)
+            save_full_of(step, checkpoints, iteration + forward, beside)
             os._exit(0)
         status = os.waitpid(saver, 0)[1]
         iteration = report(checkpoints, iteration)
@@ -164,6 +167,7 @@ def kill(folder: Path) -> None:
         "moment": lambda path: kill_at_any_moment(path, kills=20),
         "step": lambda path: kill_before_every_step(path, forward=1),
         "replace": lambda path: kill_before_every_step(path, forward=0),
+        "beside": lambda path: kill_before_every_step(path, forward=1, beside=True),
     }.items():
         act(folder / name)
 

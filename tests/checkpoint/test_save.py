@@ -360,10 +360,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[st
     return folder, kills_in_a_process(folder)
 
 
-@pytest.mark.parametrize("how", ["moment", "step", "replace"])
+@pytest.mark.parametrize("how", ["moment", "step", "replace", "beside"])
 def test_killing_a_save_never_costs_a_finished_checkpoint(killed: tuple[Path, list[list[str]]], how: str):
     """PITFALLS: half-written checkpoint. At 20 random moments; before every single file operation of a save that also
-    removes an older checkpoint; and before every one of a save that replaces its own iteration."""
+    removes an older checkpoint; before every one of a save that replaces its own iteration; and before every one of a
+    save that is made beside the training."""
     checkpoints, rows = killed[0] / how, [row[1:] for row in killed[1] if row[0] == how]
     assert len(rows) >= 20
     for promised, found, intact, *_ in rows:

@@ -10,7 +10,16 @@ from tests.docs.prose import PAGES, ROOT, commands, links, page_id, spans
 
 MADE_AT_RUN_TIME = ("runs/", "my_lab/", "mixer/", "~", "/")
 """First letters of paths that a user makes or has."""
-IN_A_RUN = {"samples/", "checkpoints/", "tensorboard/", "wandb/", "transformer/", "scheduler/", "conditioner/"}
+IN_A_RUN = {
+    "samples/",
+    "checkpoints/",
+    "tensorboard/",
+    "wandb/",
+    "workers/",
+    "transformer/",
+    "scheduler/",
+    "conditioner/",
+}
 """Folders of a run or of an export."""
 PLACES = (ROOT, ROOT / "src" / "fewstep", ROOT / "docs", ROOT / "src")
 """A path in prose starts at one of these; a bare name may stand anywhere in the package."""

@@ -1,10 +1,10 @@
-"""What each rank of ``test_ranks.py`` runs: ``python -m tests.engines.rank_worker DEVICE FOLDER JOB ...``, started as
-torchrun starts it."""
+"""What each rank of ``test_ranks.py`` and ``test_sequence.py`` runs:
+``python -m tests.engines.rank_worker DEVICE FOLDER JOB ...``, started as torchrun starts it."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSectio
 from fewstep.models.wan.conditioner import LabelCond
 from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.self_forcing import SelfForcing
-from tests.engines.worlds import LADDER, SHAPE, dmd2, engine, network, sft, streams
+from tests.engines.worlds import LADDER, SHAPE, dmd2, engine, network, networks, sft, streams
 
 DOUBLE, CPU = torch.float64, torch.device("cpu")
 ITERATIONS, BATCH, CLIP = 3, 4, (3, *SHAPE[1:])
@@ -59,17 +59,28 @@ METHODS: dict[str, Callable[[], Method]] = {
     "streams": lambda: streams(dtype=DOUBLE),
 }
 """Methods at tiny size, by name."""
+OFFLOADED = ("dmd2_fresh_gan", "consistency")
+"""Those whose idle roles sleep on ranks, where they are shards."""
 
 
-def made(name: str, mesh: Mesh | None = None, device: torch.device = CPU) -> ProcessEngine:
-    """Micro-batches of one row on ranks, whole batches in one process."""
-    micro_batch = 1 if mesh and name == "sft" else None
-    return engine(METHODS[name](), dtype=DOUBLE, batch=BATCH, mesh=mesh, micro_batch=micro_batch, device=device)
+def made(name: str, mesh: Mesh | None = None, device: torch.device = CPU, heads: int = 3) -> ProcessEngine:
+    """Micro-batches of one row on ranks, whole batches in one process; there nothing sleeps."""
+    micro_batch, method = 1 if mesh and name == "sft" else None, METHODS[name]()
+    return engine(
+        method,
+        made=networks(method, heads=heads),
+        dtype=DOUBLE,
+        batch=BATCH,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        device=device,
+        offload=mesh is not None and name in OFFLOADED,
+    )
 
 
 def run(job: str, folder: Path, mesh: Mesh, device: torch.device) -> None:
     """Trains from the start, or from what one process left in ``folder``; leaves a checkpoint and what it saw."""
-    running = made(job, mesh, device)
+    running = made(job, mesh, device, 3 * mesh.sequence)
     before = {name: copies(role) for name, role in running.roles.items()}
     first = 0
     if (folder / "begun").is_dir():
@@ -91,10 +102,11 @@ def run(job: str, folder: Path, mesh: Mesh, device: torch.device) -> None:
         "moved_away": [
             name
             for name, role in running.roles.items()
-            if isinstance(role, ShardedRole)
+            if isinstance(role, ShardedRole) and not role.weights.asleep
             for weight, parameter in role.network.named_parameters()
             if role._parts[weight].data_ptr() != parameter.detach().to_local().data_ptr()  # type: ignore[attr-defined]
         ],
+        "asleep": [name for name, sleeper in running.sleepers.items() if sleeper.asleep],
         "parts": {name: list(part.shape) for name, part in running.roles["student"].parameters().items()},
     }
     (folder / f"seen-{mesh.ranks.rank}.json").write_text(json.dumps(seen))
@@ -110,7 +122,8 @@ def save(running: ProcessEngine, folder: Path, iteration: int, mesh: Mesh) -> No
 
 def copies(role: Role) -> dict[str, Tensor]:
     """This rank's parts of all weights."""
-    return {n: p.detach().to_local().clone() for n, p in role.network.named_parameters()}  # type: ignore[attr-defined]
+    parts: Any = {name: p.detach().to_local() for name, p in role.network.named_parameters()}  # type: ignore[attr-defined]
+    return {name: role.weights.value(part).clone() for name, part in parts.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -137,12 +150,24 @@ def toggled(folder: Path, mesh: Mesh) -> None:
     (folder / f"said-{mesh.ranks.rank}.txt").write_text(said)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("device")
+    made.add_argument("folder", type=Path)
+    made.add_argument("jobs", nargs="+")
+    made.add_argument("--sequence", type=int, default=1)
+    made.add_argument("--replicas", type=int, default=1)
+    return made
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    ranks, device, folder, jobs = Ranks.launched(), torch.device(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    arguments = parser().parse_args()
+    ranks, device, folder, jobs = Ranks.launched(), torch.device(arguments.device), arguments.folder, arguments.jobs
     if device.type == "cuda":
         device = torch.device("cuda", ranks.local)
-    with join(ranks, device, timeout_s=TIMEOUT_S) as mesh:
+    how = {"sequence": arguments.sequence, "replicas": arguments.replicas}
+    with join(ranks, device, timeout_s=TIMEOUT_S, **how) as mesh:
         assert mesh is not None
         for job in jobs:
             if job == "toggled":

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fewstep.checkpoint.save import load_checkpoint, save_checkpoint
-from tests.engines.rank_worker import ITERATIONS, KEEP, METHODS, made
+from tests.engines.rank_worker import ITERATIONS, KEEP, METHODS, OFFLOADED, made
 from tests.engines.worlds import copied
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for iteration in range(2):
         one.run(iteration)
     save_checkpoint(folder / "streams" / "begun", 2, one.state(), {}, KEEP)
-    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *METHODS, "copies", "toggled", "raises"])
+    return ended_workers(folder, [*METHODS, "copies", "toggled", "raises"])
+
+
+def ended_workers(folder: Path, jobs: Sequence[str], world: int = 2) -> Ended:
+    """Runs the jobs on so many ranks."""
+    workers = started("tests.engines.rank_worker", ["cpu", str(folder), *jobs], world)
     try:
         said = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
@@ -110,6 +115,7 @@ def test_after_an_iteration_every_weight_is_a_part_again_and_stands_where_the_op
         seen = ended.seen(method, rank)
         assert seen["gathered"] == []
         assert seen["moved_away"] == []
+        assert bool(seen["asleep"]) == (method in OFFLOADED)
 
 
 def test_ranks_that_each_hold_all_weights_equal_ranks_that_share_them(ended):

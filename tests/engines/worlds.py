@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fewstep.data.api import Items
 from fewstep.data.batches import BatchSource
 from fewstep.data.order import BatchOrder
-from fewstep.engines.mesh import Mesh, Ranks
+from fewstep.engines.mesh import Mesh
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.roles import AveragedRole, Role, freeze
 from fewstep.engines.shards import ShardedRole, shard
@@ -99,20 +99,20 @@ def streams(
     return kind(kind.Section(**values), rollout)
 
 
-def network(seed: int, layers: int = 2, causal: CausalSection | None = None) -> Wan:
+def network(seed: int, layers: int = 2, causal: CausalSection | None = None, heads: int = 3) -> Wan:
     """2 layers, 3 heads, 48 wide, classes with a null; nothing in it is zero."""
-    made = build(tiny_section(LABELS, layers=layers, causal=causal))
+    made = build(tiny_section(LABELS, layers=layers, causal=causal, heads=heads))
     randomise(made, seed)
     return made
 
 
-def networks(method: Method, *, same: Sequence[str] = ()) -> dict[str, nn.Module]:
+def networks(method: Method, *, same: Sequence[str] = (), heads: int = 3) -> dict[str, nn.Module]:
     """A network for every role of the method, each with weights of its own; those of ``same`` are alike."""
     found: dict[str, nn.Module] = {}
     causal = CausalSection(block_frames=1) if needs_clips(method) else None
     for seed, name in enumerate(name for name in method.roles if name != "ema"):
         sees = STREAMING if name == "student" and chunks_of(method) > 1 else causal
-        found[name] = network(0 if name in same else seed, causal=sees)
+        found[name] = network(0 if name in same else seed, causal=sees, heads=heads)
         if name == "discriminator":
             reads = method.gan.section.layers or (0,)  # type: ignore[union-attr]
             found[name] = randomise(Discriminator(48, len(reads)), seed)
@@ -141,14 +141,18 @@ def engine(
     seed: int = 3,
     mesh: Mesh | None = None,
     device: torch.device = CPU,
+    offload: bool = False,
+    only: Sequence[str] | None = None,
 ) -> ProcessEngine:
-    """A new engine; every one of the same arguments is equal to the last bit."""
-    at = mesh.ranks if mesh else Ranks()
+    """A new engine; every one of the same arguments is equal to the last bit. ``only``: of the roles."""
+    rank, world = mesh.ranks.rows(mesh.sequence) if mesh else (0, 1)
     optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
     schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
     masters = torch.promote_types(dtype, torch.float32)
     roles: dict[str, Role] = {}
-    for name, net in (made or networks(method)).items():
+    drawn = made or networks(method)
+    conditioner: Any = drawn["student"].conditioner
+    for name, net in ((name, net) for name, net in drawn.items() if only is None or name in only):
         placed = net.to(device, masters) if name in method.trained else freeze(net, device, dtype)
         if mesh:
             shard(placed, mesh)
@@ -156,21 +160,24 @@ def engine(
     optimizers = {
         name: RoleOptimizer(roles[name].parameters(), optimizer, schedule, updates)
         for name, updates in updates_of(method, iterations).items()
+        if name in roles
     }
-    conditioner: Any = roles["student"].network.conditioner
     codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
     data = Tiles(3 if needs_clips(method) or chunks_of(method) > 1 else 1)
     source = (TracedBatches if isinstance(method, OdeInit) else BatchSource)(
         data,
-        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method), rank=at.rank, world=at.world),
+        BatchOrder(seed, len(data), batch, method.num_batches, hold=chunks_of(method), rank=rank, world=world),
         lambda pixels: codec.encode(pixels).to(masters),
         lambda labels: (conditioner.condition(labels), conditioner.null(len(labels), labels.device)),
         device,
     )
-    average = EMA(roles["student"].parameters(), ema or EMASection(decay=0.8, start=1))
-    if "ema" in method.roles:
+    section = ema or EMASection(decay=0.8, start=1)
+    average = EMA(roles["student"].parameters(), section) if "student" in roles else None
+    if average is not None and "ema" in method.roles:
         roles["ema"] = AveragedRole(roles["student"], average)
-    return ProcessEngine(method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch, mesh=mesh)
+    return ProcessEngine(
+        method, roles, optimizers, average, source, seed=seed, micro_batch=micro_batch, mesh=mesh, offload=offload
+    )
 
 
 def updates_of(method: Method, iterations: int) -> dict[str, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tests.mutants.fault_mutants import FAULTS
+from tests.mutants.many_ranks import MANY_RANKS
 from tests.mutants.mutant import Mutant
+from tests.mutants.ray_groups import RAY
 
 # fmt: off
 FLOW = (
@@ -400,8 +402,8 @@ STREAMS = (
 
 ENGINE = (
     Mutant("ema-on-critic-updates", "engines/process.py",
-           'if "student" in phase.trains:',
-           "if phase.trains:",
+           'if self.ema is not None and "student" in phase.trains:',
+           "if self.ema is not None and phase.trains:",
            ("engines/test_process.py::test_the_average_ticks_on_the_students_updates_alone",)),
     Mutant("micro-batches-not-weighted", "engines/process.py",
            "values.mean() * share for",
@@ -454,9 +456,9 @@ TRAINING = (
            "role.source.weights(role.weights)",
            'role.source.weights("raw")',
            ("mutants/test_gaps.py::test_roles_start_from_the_average_of_their_source_where_it_differs_from_the_weights",)),
-    Mutant("raw-weights-validated", "train.py",
-           'with observer.phase("validation"), engine.ema.swapped():',
-           'with observer.phase("validation"):',
+    Mutant("raw-weights-validated", "engines/process.py",
+           "        with self.ema.swapped():\n            yield",
+           "        if self.ema:\n            yield",
            ("test_train.py::test_the_averaged_weights_are_those_that_are_validated",)),
     Mutant("resume-starts-at-iteration-0", "train.py",
            "return checkpoint.iteration, meta.time_s",
@@ -470,7 +472,7 @@ CHECKPOINTS = (
            'groups = {name: self.roles[name].state() for name in self.optimizers if name != "critic"}',
            ("contract/test_methods.py::test_a_state_names_every_trained_role_its_optimizer_and_the_average",)),
     Mutant("resume-without-the-optimizer", "engines/process.py",
-           '            optimizer.load(self.roles[name].cut(state[f"{name}.optimizer"]))\n',
+           '            optimizer.load(self.roles[name].cut(state[moments_of(name)]))\n',
            "",
            ("contract/test_methods.py::test_a_run_is_its_two_halves_with_a_restart_between_them",)),
     Mutant("resume-without-the-average", "engines/process.py",
@@ -629,8 +631,8 @@ RANKS = (
            "shares = list(values.values())",
            ("engines/test_ranks.py::test_two_ranks_equal_one_process[sft]",)),
     Mutant("rows-gathered-rank-by-rank", "engines/mesh.py",
-           "torch.stack(parts, 1).flatten(0, 1)",
-           "torch.cat(parts)",
+           "for g in groups], 1).flatten(0, 1)",
+           "for g in groups]).flatten(0, 1)",
            ("engines/test_ranks.py::test_what_one_process_saved_comes_back_to_the_last_bit_from_two_ranks",)),
     Mutant("all-ranks-load-the-first-part", "engines/shards.py",
            "return parts[mine] if mine < len(parts) else whole[:0]",
@@ -650,7 +652,7 @@ RANKS = (
            "not stop.asked",
            ("engines/test_launched.py::test_two_ranks_go_on_from_one_process_stop_together_and_one_process_goes_on",)),
     Mutant("all-ranks-train-on-the-first-rows", "assemble.py",
-           "        rank=ranks.rank,\n",
+           "        rank=rank,\n",
            "        rank=0,\n",
            ("engines/test_launched.py::test_two_ranks_go_on_from_one_process_stop_together_and_one_process_goes_on",)),
     Mutant("silent-rank-not-named", "engines/mesh.py",
@@ -658,7 +660,7 @@ RANKS = (
            'return "" and f',
            ("engines/test_launched.py::test_a_rank_that_stalls_is_named_when_the_time_is_up",)),
     Mutant("batch-that-ranks-cannot-share", "prepare.py",
-           "if batch % (world * parts):",
+           "if batch % (rows * parts):",
            "if batch % parts:",
            ("engines/test_launched.py::test_what_cannot_be_cut_over_the_ranks_is_refused",)),
 )
@@ -787,6 +789,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *ODE,
     *CAUSAL_ROLLOUT,
     *RANKS,
+    *MANY_RANKS,
     *LATENTS,
     *FAULTS,
+    *RAY,
 )

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fewstep.assemble import assemble
 from fewstep.prepare import prepare
 from fewstep.rollout.few_step import FewStep, SamplingSection
-from fewstep.train import assemble
 from tests.engines.worlds import dmd2, engine
 from tests.recipes.tiny_runs import World, tensors
 

@@ -104,7 +104,7 @@ def test_a_row_outlives_a_process_that_is_killed_right_after_it(tmp_path):
 def test_a_full_disk_names_the_file_and_the_sink_can_be_closed(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink._file.close()
-    sink._file = Path("/dev/full").open("ab", buffering=0)  # reading it, as opening a sink does, would never end
+    sink._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 (reading it, as a sink does, never ends)
     with pytest.raises(OSError, match="No space left on device") as caught:
         sink.write(train_row(1, 0.5))
     assert caught.value.filename == str(tmp_path / "metrics.jsonl")

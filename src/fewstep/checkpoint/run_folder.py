@@ -46,6 +46,11 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def workers(self) -> Path:
+        """What each worker of a run on Ray said."""
+        return self.path / "workers"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

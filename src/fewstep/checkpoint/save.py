@@ -12,7 +12,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class CheckpointSection(Section):
     """Newest checkpoints that stay."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints at multiples of this many iterations stay as well; a multiple of ``every``."""
+    asynchronous: bool = False
+    """Whether training goes on while a checkpoint is written, from a copy in host memory that is as large as the
+    checkpoint; else one tensor at a time is held there."""
 
     @model_validator(mode="after")
     def _kept_ones_are_written(self) -> CheckpointSection:
@@ -85,25 +89,40 @@ def save_checkpoint(
     Returns the folder. Raises UserError if the disk is full or fails: nothing of the new checkpoint stays, and no other
     is touched.
     """
-    folder = checkpoints / f"iteration-{iteration:06d}"
     for group in tensors:
         if not _GROUP.fullmatch(group):
             raise ValueError(f"a group of tensors cannot be called {group!r}: its name becomes that of a file")
+    needed = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+    with checkpoint_folder(checkpoints, iteration, meta, keep, needed) as partial:
+        write_groups(partial, tensors)
+    return checkpoints / f"iteration-{iteration:06d}"
+
+
+def write_groups(partial: Path, tensors: Mapping[str, Named]) -> None:
+    """Writes a file for each group of tensors into a checkpoint folder that is not complete yet."""
+    for group, named in tensors.items():
+        write_tensors(partial / f"{group}.safetensors", named)
+
+
+@contextmanager
+def checkpoint_folder(
+    checkpoints: Path, iteration: int, meta: Mapping[str, Any], keep: CheckpointSection, needed: int
+) -> Iterator[Path]:
+    """Yields the folder into which the groups of tensors are written, ``needed`` bytes in all, by whichever processes
+    hold them; when the block ends it is completed and put in its place. The rest is as in :func:`save_checkpoint`."""
+    folder = checkpoints / f"iteration-{iteration:06d}"
     try:
         with written_aside(folder) as partial:
-            for group, named in tensors.items():
-                write_tensors(partial / f"{group}.safetensors", named)
+            yield partial
             (partial / META).write_text(json.dumps(dict(meta), indent=1, allow_nan=False))
             (partial / MARKER).write_text(json.dumps({"iteration": iteration, "files": _inventory(partial)}, indent=1))
     except (OSError, SafetensorError) as error:
-        needed = sum(tensor.nbytes for named in tensors.values() for tensor in named.values()) / 2**30
         free = _free_bytes(checkpoints) / 2**30
         raise UserError(
-            f"{folder}: the checkpoint could not be written: {error}. It needs {needed:.3g} GiB, {free:.3g} GiB are "
-            "free; make room, or lower checkpoint.keep_last. The older checkpoints are intact"
+            f"{folder}: the checkpoint could not be written: {error}. It needs {needed / 2**30:.3g} GiB, {free:.3g} "
+            "GiB are free; make room, or lower checkpoint.keep_last. The older checkpoints are intact"
         ) from error
     _retain(checkpoints, keep)
-    return folder
 
 
 def take_part(tensors: Mapping[str, Named]) -> None:

@@ -98,7 +98,9 @@ class Commands(TyperGroup):
                 advise(error)
                 raise typer.Exit(STOPPED) from None
             except Exception as error:
-                if type(error).__name__ == "RankError" and not ctx.obj["debug"]:  # the other rank says more
+                if (
+                    type(error).__name__ in ("RankError", "WorkerError") and not ctx.obj["debug"]
+                ):  # the other rank says more
                     complain([str(error)])
                     advise(error)
                     raise typer.Exit(RUN_FAILED) from None

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from fewstep.checkpoint.save import CheckpointSection
 from fewstep.config.problems import Problems
 from fewstep.config.rules import broken_rules
 from fewstep.data.sources import DataSection
 from fewstep.engines.api import EngineSection
+from fewstep.engines.ray.placement import RaySection
 from fewstep.engines.roles import CriticSection, DiscriminatorRoleSection, FrozenSection, StudentSection
 from fewstep.errors import UserError
 from fewstep.evaluate.validation import ValidationSection
@@ -69,11 +70,16 @@ class Recipe(Section):
     """What is measured while training goes on; left out, nothing is."""
     observe: ObserveSection = ObserveSection()
     """What is recorded of the run."""
-    engine: EngineSection = EngineSection()
+    engine: Annotated[EngineSection | RaySection, Field(discriminator="name")] = EngineSection()
     """Where and how the phases run."""
     plugins: tuple[str, ...] = ()
     """Python modules with methods (``METHODS``) or feature extractors (``EXTRACTORS``) of your own; they are imported
     when this recipe is loaded."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _one_process_unless_named(cls, values: Any) -> Any:
+        return {"name": "process"} | values if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Recipe:

@@ -27,6 +27,9 @@ class EngineSection(Section):
     """Groups of processes that each hold all weights; 1 cuts every weight over all processes. With more, weights are
     gathered inside a group alone (a machine, say), at the price of as many times the memory. It must divide the number
     of processes."""
+    sequence: int = Field(default=1, ge=1)
+    """Processes that share the rows of a batch, and divide the tokens of every frame among them: for clips whose
+    activations one GPU cannot hold. It must divide the number of processes, heads, and tokens of a frame."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a process waits for the others before the run ends with an error that names the one that is missing."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -36,6 +39,9 @@ class EngineSection(Section):
     recompute: bool = False
     """Whether a backward pass computes every block of a network again instead of keeping what is inside: much less
     memory for a third more time."""
+    offload: bool = False
+    """Whether what a phase does not use, weights of other roles, moments, the average, waits in the host's memory:
+    less memory of the GPU, for the time that copies take."""
     compile: Literal["blocks", "graphs"] | None = None
     """``blocks`` compiles block by block, for large networks; ``graphs`` whole networks, replayed as CUDA graphs, for
     small ones. The first iterations take minutes."""
@@ -45,6 +51,15 @@ class EngineSection(Section):
         if self.compile == "graphs" and self.micro_batch is not None:
             raise ValueError(
                 "'compile: graphs' runs whole batches; leave out 'micro_batch', or write 'compile: blocks'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_keep_addresses(self) -> EngineSection:
+        if self.compile == "graphs" and self.offload:
+            raise ValueError(
+                "'compile: graphs' needs weights that stay where they are; leave out 'offload', or write "
+                "'compile: blocks'"
             )
         return self
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fewstep.engines.pulse import heartbeat
+from fewstep.engines.sequence import DividedTokens
 from fewstep.errors import UserError
 
 GRACE_S = 5.0
@@ -75,6 +76,11 @@ class Ranks:
         machines = f"--nnodes {self.world // local} ... " if local < self.world else ""
         return f"torchrun {machines}--nproc-per-node {local} -m "
 
+    def rows(self, sequence: int) -> tuple[int, int]:
+        """(i, n): this process has rows i, i + n, ... of every batch, as have all that share its rows, ``sequence`` in
+        all."""
+        return self.rank // sequence, self.world // sequence
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world} on {socket.gethostname()}"
 
@@ -87,12 +93,18 @@ class Mesh:
     """The group of all ranks. Made by :func:`join`.
 
     axes: the device mesh that weights are cut along; its last axis is ``shard``, and before it stands ``replicate``
-    where ranks hold copies.
+    where ranks hold copies. division: of the tokens of a row, over the ranks that share its rows, one after the other;
+    None where each has rows of its own.
     """
 
-    def __init__(self, ranks: Ranks, axes: DeviceMesh, store: dist.Store):
-        self.ranks, self.axes, self._store = ranks, axes, store
+    def __init__(self, ranks: Ranks, axes: DeviceMesh, store: dist.Store, division: DividedTokens | None = None):
+        self.ranks, self.axes, self.division, self._store = ranks, axes, division, store
         self._messages = 0
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share a row."""
+        return self.division.ranks if self.division else 1
 
     @property
     def replicas(self) -> int:
@@ -143,15 +155,19 @@ class Mesh:
             return []
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks.world)]
 
-    def all_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of the global batch, of which each rank holds rows rank, rank + world, ..."""
+    def all_rows(self, tensor: Tensor, *, per_head: bool = False) -> Tensor:
+        """The rows of the global batch, of which :meth:`Ranks.rows` says which a rank holds. per_head: of tensors
+        [b n h e] each rank holds the heads that it has where tokens are divided."""
         parts = [torch.empty_like(tensor) for _ in range(self.ranks.world)]
         dist.all_gather(parts, tensor.contiguous())
-        return torch.stack(parts, 1).flatten(0, 1)
+        groups = [parts[first : first + self.sequence] for first in range(0, self.ranks.world, self.sequence)]
+        return torch.stack([torch.cat(g, 2) if per_head else g[0] for g in groups], 1).flatten(0, 1)
 
-    def my_rows(self, tensor: Tensor) -> Tensor:
+    def my_rows(self, tensor: Tensor, *, per_head: bool = False) -> Tensor:
         """The inverse of :meth:`all_rows`."""
-        return tensor[self.ranks.rank :: self.ranks.world]
+        mine, num = self.ranks.rows(self.sequence)
+        own = tensor[mine::num]
+        return self.division.own(own, 2) if per_head and self.division else own
 
     def explained(self, error: BaseException) -> BaseException:
         """The error, told to the other ranks; or, where it only says that one of them is gone, a RankError that says
@@ -196,35 +212,57 @@ class Mesh:
 
 @contextmanager
 def join(
-    ranks: Ranks, device: torch.device, *, timeout_s: float, replicas: int = 1, advice: str = ""
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    timeout_s: float,
+    replicas: int = 1,
+    sequence: int = 1,
+    store: dist.Store | None = None,
+    advice: str = "",
 ) -> Iterator[Mesh | None]:
     """Inside, this process is one of a group; None where it is the only one.
 
     device: of this rank; nccl moves what lies on GPUs, gloo what lies in the host's memory. timeout_s: how long a rank
-    waits for the others. replicas: groups of ranks that each hold all weights. An error inside is told to the other
-    ranks, which raise RankError with this rank's name; so does a rank that waited in vain. advice: what is said where
-    nothing can be raised, since this rank's own code waits for one that gives no sign of life.
+    waits for the others. replicas: groups of ranks that each hold all weights. sequence: ranks that share the tokens of
+    a row. store: through which the ranks find each other; left out, that of the launcher, and then they give signs of
+    life. An error inside is told to the other ranks, which raise RankError with this rank's name; so does a rank that
+    waited in vain. advice: what is said where nothing can be raised, since this rank's own code waits for one that
+    gives no sign of life.
     """
     if ranks.world == 1:
         yield None
         return
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    launched = store is None
+    if store is None:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what was on its way is written down at a timeout
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    names, sizes = ("shard",), (world,)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
+    names, sizes = ("shard",), (ranks.world,)
     if replicas > 1:
-        names, sizes = ("replicate", "shard"), (replicas, world // replicas)
-    mesh = Mesh(ranks, init_device_mesh(device.type, sizes, mesh_dim_names=names), store)
-    for group in (dist.group.WORLD, *mesh.axes.get_all_groups()):
+        names, sizes = ("replicate", "shard"), (replicas, ranks.world // replicas)
+    axes, division = init_device_mesh(device.type, sizes, mesh_dim_names=names), None
+    groups = [dist.group.WORLD, *axes.get_all_groups()]
+    if sequence > 1:
+        rows = init_device_mesh(device.type, (ranks.world // sequence, sequence), mesh_dim_names=("rows", "sequence"))
+        division = DividedTokens(rows.get_group("sequence"))
+        groups += rows.get_all_groups()
+    mesh = Mesh(ranks, axes, store, division)
+    for group in groups:
         _limit(group, timeout_s)
-    launcher = os.getppid() if AGENT in os.environ else None
+    parent = os.getppid() if AGENT in os.environ else None
+    signs = (
+        heartbeat(store, ranks.rank, ranks.world, partial(mesh.gone, advice=advice), parent)
+        if launched
+        else nullcontext()
+    )
     try:
-        with heartbeat(store, rank, world, partial(mesh.gone, advice=advice), launcher):
+        with signs:
             yield mesh
     except Exception as error:
         explained = mesh.explained(error)

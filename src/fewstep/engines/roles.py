@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from fewstep.engines.offload import Sleeper
 from fewstep.models.api import Geometry
 from fewstep.models.blocks import CausalSection
 from fewstep.models.families import ModelSection
@@ -74,10 +75,13 @@ class Role:
     """A network as a phase sees it: the model contract, computed in the engine's precision.
 
     Float32 masters compute in bfloat16 under autocast, frozen weights are bfloat16 themselves; both give float32 back.
+
+    weights: all of them, which may sleep, and wake when the role is called.
     """
 
     def __init__(self, name: str, network: nn.Module, precision: torch.dtype):
         self.name, self.network, self.precision = name, network, precision
+        self.weights = Sleeper(lambda: (*network.parameters(), *network.buffers()))
 
     @property
     def geometry(self) -> Geometry:
@@ -124,6 +128,7 @@ class Role:
 
     def __call__(self, features: tuple[Tokens, ...]) -> Tensor:
         """What a discriminator says of features."""
+        self.weights.wake()
         return self.network(features)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -134,8 +139,8 @@ class Role:
         """After the last backward pass before an update; gradients already stand on the parameters."""
 
     def state(self) -> dict[str, Any]:
-        """All weights by name, as a checkpoint holds them."""
-        return dict(self.network.state_dict())
+        """All weights by name, as a checkpoint holds them; those of a role that is asleep are in host memory."""
+        return {name: self.weights.value(tensor) for name, tensor in self.network.state_dict().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of :meth:`state`. Raises RuntimeError where a name or a shape does not fit."""
@@ -150,6 +155,7 @@ class Role:
         return tensors
 
     def _computing(self) -> AbstractContextManager[Any]:
+        self.weights.wake()
         if self.precision != torch.bfloat16:
             return nullcontext()
         return torch.autocast(next(self.network.parameters()).device.type, dtype=torch.bfloat16)
@@ -160,10 +166,11 @@ class AveragedRole(Role):
 
     def __init__(self, student: Role, ema: EMA):
         super().__init__("ema", student.network, student.precision)
-        self._ema = ema
+        self._ema, self.weights = ema, student.weights
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
+        self.weights.wake()
         with torch.no_grad(), self._ema.swapped(), super()._computing():
             yield
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from fewstep.checkpoint.tensor_file import Later
 from fewstep.engines.mesh import Mesh
+from fewstep.engines.offload import Sleeper
 from fewstep.engines.roles import Role
 from fewstep.models.wan.model import Wan
-from fewstep.models.wan.parallelize import shard_blocks
+from fewstep.models.wan.parallelize import divide_tokens, shard_blocks
 
 
 class ShardedRole(Role):
@@ -36,6 +37,7 @@ class ShardedRole(Role):
             name: nn.Parameter(whole.detach().to_local(), requires_grad=whole.requires_grad)
             for name, whole in self._sharded.items()
         }
+        self.weights = Sleeper(self._parts.values)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's part of every trainable parameter, by name."""
@@ -63,7 +65,7 @@ class ShardedRole(Role):
             raise RuntimeError(f"{self.name}: no values for {', '.join(sorted(missing)[:5])}")
 
     def state(self) -> dict[str, Any]:
-        return self.whole(self._parts)
+        return self.whole({name: self.weights.value(part) for name, part in self._parts.items()})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.fill(tensors.items())
@@ -98,14 +100,22 @@ class ShardedRole(Role):
 def gathered(owner: Any, part: Tensor) -> Tensor:
     """The whole of which every rank hands in its part, cut like ``owner``."""
     whole = DTensor.from_local(
-        part.detach(), owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+        part.detach().to(owner.device),
+        owner.device_mesh,
+        owner.placements,
+        run_check=False,
+        shape=owner.shape,
+        stride=owner.stride(),
     )
     return whole.full_tensor()
 
 
 def shard(network: nn.Module, mesh: Mesh) -> None:
-    """Cuts every weight of the network over the ranks, in place; on the meta device nothing is allocated."""
+    """Cuts every weight of the network over the ranks, in place, and the tokens that it works on where ranks share
+    them; on the meta device nothing is allocated."""
     if isinstance(network, Wan):
+        if mesh.division:
+            divide_tokens(network, mesh.division)
         shard_blocks(network, mesh.axes)
     else:
         fully_shard(network, mesh=mesh.axes, reshard_after_forward=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewstep.models.attention import Visible, attention
+from fewstep.models.division import UNDIVIDED
 from fewstep.models.kv_cache import KeyValue
 from fewstep.models.precision import WideLayerNorm, WideRMSNorm, wide
 from fewstep.models.rope import Rotation, rotate
@@ -27,7 +28,7 @@ class Sight(NamedTuple):
     """Where the tokens of a call stand, and which tokens they see."""
 
     turn: Rotation
-    """Positions of the call's own tokens."""
+    """Positions of the call's own tokens; in a block, of those that this rank has."""
     visible: Visible = None
     """Which of the past and own tokens each of them sees; None is all."""
     key_turn: Rotation | None = None
@@ -62,7 +63,7 @@ class Block(nn.Module):
         dtype = tokens.dtype
         changes = (wide(self.modulation) + modulation).unsqueeze(-2).unbind(2)
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = changes
-        normed = torch.addcmul(shift, self.self_norm(tokens), 1 + scale).to(dtype).flatten(1, 2)
+        normed = torch.addcmul(shift, self.self_norm(tokens), 1 + scale).to(dtype)
         update, made = self._self_attend(normed, sight, past)
         tokens = torch.addcmul(wide(tokens), wide(update.view_as(tokens)), gate).to(dtype)
         tokens = tokens + self._told(tokens, context)
@@ -73,16 +74,17 @@ class Block(nn.Module):
         """The keys and values of the conditioning in this block."""
         return self.cross_attention.keys_values(context)
 
-    def _self_attend(self, normed: Tokens, sight: Sight, past: KeyValue | None) -> tuple[Tokens, KeyValue]:
+    def _self_attend(self, normed: FrameTokens, sight: Sight, past: KeyValue | None) -> tuple[Tokens, KeyValue]:
         """The update, and the own keys (turned unless ``sight.key_turn`` is to turn them later) and values."""
+        frames, normed = normed.shape[1], normed.flatten(1, 2)
         keys, values = self.self_attention.keys_values(normed)
         if sight.key_turn is None:
             keys = rotate(keys, sight.turn)
-        made = KeyValue(keys.to(values.dtype), values)
+        made = KeyValue(*(self.self_attention.division.heads(x, frames) for x in (keys.to(values.dtype), values)))
         seen = made if past is None else past.then(made)
         if sight.key_turn is not None:
             seen = KeyValue(rotate(wide(seen.keys), sight.key_turn).to(values.dtype), seen.values)
-        return self.self_attention(normed, seen, sight.turn, sight.visible), made
+        return self.self_attention(normed, seen, sight.turn, sight.visible, frames), made
 
     def _told(self, tokens: FrameTokens, context: ContextTokens | KeyValue) -> Float[Tensor, "b #f #s d"]:
         """The update by the conditioning. A single token answers every query alike: the softmax over one key is 1."""
@@ -103,6 +105,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Architecture):
         super().__init__()
         self.heads = shape.heads
+        self.division = UNDIVIDED
         self.q = nn.Linear(shape.dim, shape.dim)
         self.k = nn.Linear(shape.dim, shape.dim)
         self.v = nn.Linear(shape.dim, shape.dim)
@@ -115,13 +118,18 @@ class Attention(nn.Module):
         keys, values = self.norm_k(self.k(context)), self.v(context)
         return KeyValue(*(x.unflatten(-1, (self.heads, -1)) for x in (keys, values)))
 
-    def forward(self, tokens: Tokens, seen: KeyValue, turn: Rotation | None = None, visible: Visible = None) -> Tokens:
-        """Attends from ``tokens`` to what is seen; with ``turn`` the queries carry their positions."""
+    def forward(
+        self, tokens: Tokens, seen: KeyValue, turn: Rotation | None = None, visible: Visible = None, frames: int = 1
+    ) -> Tokens:
+        """Attends from the ``tokens`` of so many frames to what is seen; with ``turn`` the queries carry their
+        positions."""
         keys, values = seen
         q = self.norm_q(self.q(tokens)).unflatten(-1, (self.heads, -1))
         if turn is not None:
             q = rotate(q, turn)
-        return self.o(attention(q.to(values.dtype), keys.to(values.dtype), values, visible).flatten(2))
+        q = self.division.heads(q.to(values.dtype), frames)
+        found = attention(q, keys.to(values.dtype), values, visible)
+        return self.o(self.division.tokens(found, frames).flatten(2))
 
 
 class FeedForward(nn.Module):

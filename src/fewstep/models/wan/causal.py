@@ -117,8 +117,8 @@ class CausalWan(Wan):
         return Sight(self._turn(entered.grid, start, device), self._visible(entered, sizes, parts), key_turn)
 
     def _visible(self, entered: Entered, sizes: tuple[int, ...], parts: tuple[Part, ...], num_query_parts: int = 1):
-        causal, frame_tokens = self.causal, entered.tokens.shape[2]
-        mask = Mask(sizes, frame_tokens, parts, num_query_parts, causal.window, causal.sink)
+        causal = self.causal
+        mask = Mask(sizes, entered.frame_tokens, parts, num_query_parts, causal.window, causal.sink)
         return visibility(mask, entered.tokens.device)
 
     def _prefill(self, x0: Latents, cond: Any, sigma: Sigma, history: KVCache | None) -> KVCache:
@@ -198,7 +198,7 @@ class CausalWan(Wan):
 
     def _after(self, history: KVCache | None, made: tuple[KeyValue, ...], entered: Entered) -> KVCache:
         if history is None:
-            return KVCache(made, entered.tokens.shape[1], entered.tokens.shape[2])
+            return KVCache(made, entered.grid[0], entered.frame_tokens)
         return history.then(made)
 
     def _blocks_in(self, history: KVCache | None) -> int:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fewstep.models.api import Geometry
+from fewstep.models.division import UNDIVIDED
 from fewstep.models.kv_cache import CrossCache, KeyValue
 from fewstep.models.precision import WideLayerNorm, WideLinear, wide
 from fewstep.models.rope import Rotation, rotation
@@ -40,7 +41,12 @@ class Entered(NamedTuple):
     time: Float[Tensor, "b f d"]
     modulation: Modulation
     grid: tuple[int, int, int]
-    """Frames, rows and columns of tokens."""
+    """Frames, rows and columns of tokens, those of other ranks too."""
+
+    @property
+    def frame_tokens(self) -> int:
+        """Tokens of a frame, those of other ranks too."""
+        return self.grid[1] * self.grid[2]
 
 
 class Wan(nn.Module):
@@ -55,6 +61,8 @@ class Wan(nn.Module):
         self.section = section
         self.recompute = False
         """Whether a backward pass computes every block again instead of keeping what is inside."""
+        self.division = UNDIVIDED
+        """How ranks divide the tokens of every frame."""
         shape = self._architecture = section.architecture
         self.conditioner = build_conditioner(section.conditioner, shape.text_dim)
         self.text_embedding = _TextEmbedding(shape.text_dim, shape.dim)
@@ -122,7 +130,7 @@ class Wan(nn.Module):
         modulation = self.time_projection(F.silu(time)).unflatten(-1, (6, -1))
         told = isinstance(cond, CrossCache)
         context = cond.layers if told else (self.text_embedding(self.conditioner(cond)),) * self.num_layers
-        return Entered(tokens, context, time, modulation, grid)
+        return Entered(self.division.part(tokens, 2), context, time, modulation, grid)
 
     @property
     def _precision(self) -> torch.dtype:
@@ -130,6 +138,10 @@ class Wan(nn.Module):
 
     def _turn(self, grid: tuple[int, int, int], start: int, device: torch.device) -> Rotation:
         return rotation(self._architecture.head_dim, grid, start, device, self._precision)
+
+    def _own_turn(self, turn: Rotation, frames: int) -> Rotation:
+        """Of the tokens that this rank has of each frame."""
+        return Rotation(*(self.division.part(table.unflatten(0, (frames, -1)), 1).flatten(0, 1) for table in turn))
 
     def _everything(self, entered: Entered) -> Sight:
         """Every token sees every other."""
@@ -140,6 +152,7 @@ class Wan(nn.Module):
     ) -> Iterator[tuple[FrameTokens, KeyValue]]:
         """What each block returns, one after the other."""
         tokens, again = entered.tokens, self.recompute and torch.is_grad_enabled()
+        sight = sight._replace(turn=self._own_turn(sight.turn, tokens.shape[1]))
         for layer, block in enumerate(self.blocks):
             inputs = (tokens, entered.context[layer], entered.modulation, sight, past[layer] if past else None)
             tokens, made = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
@@ -153,13 +166,14 @@ class Wan(nn.Module):
         for after in self._through(entered, sight, past):
             tokens = after[0]
         tokens, time = tokens[:, -shape[1] :], entered.time[:, -shape[1] :]
-        return _unpatch(self.head(tokens, time), shape, self._architecture.patch)
+        return _unpatch(self.division.whole(self.head(tokens, time), 2), shape, self._architecture.patch)
 
     def _features(self, entered: Entered, sight: Sight, layers: tuple[int, ...]) -> tuple[Tokens, ...]:
         if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.num_layers:
             raise ValueError(f"layers {layers} must be ascending block numbers between 0 and {self.num_layers - 1}")
         through = enumerate(islice(self._through(entered, sight), layers[-1] + 1))
-        return tuple(tokens.flatten(1, 2) for layer, (tokens, _) in through if layer in layers)
+        found = [tokens for layer, (tokens, _) in through if layer in layers]
+        return tuple(self.division.whole(tokens, 2).flatten(1, 2) for tokens in found)
 
 
 class _TextEmbedding(FeedForward):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fewstep.models.division import Division
 from fewstep.models.wan.model import Wan
 from fewstep.records import map_tensors
 
@@ -32,6 +33,15 @@ def shard_blocks(model: Wan, axes: Any) -> None:
     for name in METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
+
+
+def divide_tokens(model: Wan, division: Division) -> None:
+    """Divides the tokens of every frame over ranks, in place, for good: where tokens meet, in self-attention, they are
+    exchanged for heads."""
+    model.division = division
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.self_attention.division = division
 
 
 def compile_blocks(model: Wan, **options: Any) -> None:

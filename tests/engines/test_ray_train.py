@@ -1,0 +1,147 @@
+"""``fewstep train`` with ``engine.name=ray``: the run folder, resuming on other engines, a stop, workers that fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fewstep.checkpoint.save import newest_complete
+from fewstep.config import dump_recipe
+from fewstep.engines.mesh import RankError
+from fewstep.engines.ray.placement import RaySection
+from fewstep.observe.sinks import read_rows
+from fewstep.prepare import prepare
+from fewstep.train import train
+from tests.engines.test_ranks import ROOT
+from tests.recipes.tiny_runs import World, tensors, values
+
+pytest.importorskip("ray")
+WHOLE_RUNS = True
+SFT, DMD2 = "wan_nano/sft", "wan_nano/dmd2"
+EXACT = ("data.batch=4", "engine.precision=float64", "engine.device=cpu")
+SHARED = ("engine.name=ray", "engine.groups.all={workers: 2}")
+SPLIT = ("engine.name=ray", "engine.layout=split", "engine.groups={critic: {workers: 1}, student: {workers: 1}}")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory):
+    """Where a teacher was trained, and where Ray runs."""
+    import ray
+
+    from fewstep.engines.ray.cluster import start
+
+    made = World.make(tmp_path_factory.mktemp("ray") / "world")
+    made.train(SFT, *EXACT, "validation=null", iterations=2, into=SFT)
+    start(RaySection(), [{"CPU": 4.0}])
+    yield made
+    ray.shutdown()
+
+
+def assert_equal_runs(world: World, into: str, whole: str, iteration: int) -> None:
+    """Weights, moments and averages of both runs, and what their validations found."""
+    found, expected = tensors(world.run(into), iteration), tensors(world.run(whole), iteration)
+    assert found.keys() == expected.keys()
+    for group, named in expected.items():
+        assert found[group].keys() == named.keys()
+        for name, tensor in named.items():
+            assert (found[group][name].double() - tensor.double()).abs().max() < 1e-9, f"{group}: {name}"
+    for key, row in values(world.run(whole)).items():
+        if key[0] == "validation":
+            assert values(world.run(into))[key] == {name: pytest.approx(v, rel=1e-4) for name, v in row.items()}
+
+
+def test_a_run_goes_from_one_process_to_groups_of_workers_and_back(world: World):
+    """PITFALLS, resume: each engine goes on from what another one saved, the order of the data too."""
+    more = (*EXACT, "checkpoint.every=2", "validation.every=2", "student.schedule={}", "critic.schedule={}")
+    world.train(DMD2, *more, iterations=2, into="mixed")
+    world.train(DMD2, *more, *SPLIT, iterations=4, into="mixed", resume=True)
+    world.train(DMD2, *more, iterations=5, into="mixed", resume=True)
+    world.train(DMD2, *more, iterations=5, into="whole")
+    assert_equal_runs(world, "mixed", "whole", 5)
+    rows = [row.values for row in read_rows(world.run("mixed").metrics) if row.kind == "train"]
+    assert any({"critic/waiting_s", "student/waiting_s", "critic/loss", "student/loss"} <= row.keys() for row in rows)
+
+
+def test_a_run_whose_worker_is_killed_goes_on_by_itself(world: World, capsys: pytest.CaptureFixture[str]):
+    """``engine.max_restarts``: what it ends with is what an undisturbed run ends with."""
+    more = (*EXACT, "checkpoint.every=2", "validation=null", "student.schedule={}")
+    recipe = world.recipe(SFT, *more, *SHARED, "engine.max_restarts=1", "name=killed", iterations=40)
+    run = world.run("killed")
+    killer = threading.Thread(target=kill_after, args=(run.workers / "all-1.log", run.checkpoints))
+    killer.start()
+    assert train(prepare(recipe), run)
+    killer.join()
+    said = capsys.readouterr().err
+    assert "worker all/1 (process" in said
+    assert "died: killed, or crashed" in said
+    assert "restarts left: 0" in said
+    world.train(SFT, *more, iterations=40, into="undisturbed")
+    assert_equal_runs(world, "killed", "undisturbed", 40)
+
+
+def kill_after(log: Path, checkpoints: Path) -> None:
+    """Kills the worker of the log as soon as there is a checkpoint."""
+    wait_for(lambda: newest_complete(checkpoints) is not None)
+    os.kill(process_of(log), signal.SIGKILL)
+
+
+def process_of(log: Path) -> int:
+    found = re.findall(r"process (\d+) on", log.read_text())
+    return int(found[-1])
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_ctrl_c_saves_and_leaves_no_process(world: World):
+    """A Ray that was started for the run ends with it."""
+    recipe = world.path / "stopped.yaml"
+    recipe.write_text(dump_recipe(world.recipe(SFT, *EXACT, *SHARED, "validation=null", iterations=100_000)))
+    run = world.run("stopped")
+    command = [sys.executable, "-m", "fewstep", "train", str(recipe), "--run", str(run.path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    program = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        wait_for(lambda: run.metrics.exists() and any(row.iteration > 1 for row in read_rows(run.metrics)))
+        program.send_signal(signal.SIGINT)
+        said = program.communicate(timeout=60)[0]
+    finally:
+        program.kill()
+    assert program.returncode == 130, said
+    assert said.strip().splitlines()[-1].startswith("Checkpoint saved. Go on with: fewstep train --resume"), said
+    assert "Traceback" not in said
+    newest = newest_complete(run.checkpoints)
+    assert newest is not None
+    assert max(row.iteration for row in read_rows(run.metrics)) == int(newest.name.rpartition("-")[2])
+    from fewstep.engines.ray.group import lives
+
+    wait_for(lambda: not any(lives(process_of(log)) for log in run.workers.iterdir()), 10.0)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_its_name(world: World):
+    recipe = world.recipe(SFT, *EXACT, *SHARED, "validation=null", "checkpoint.every=2", iterations=100_000)
+    run = world.run("dead")
+    killer = threading.Thread(target=kill_after, args=(run.workers / "all-0.log", run.checkpoints))
+    killer.start()
+    with pytest.raises(RankError, match=r"worker all/0 \(process \d+ on .*\) died: killed, or crashed"):
+        train(prepare(recipe), run)
+    killer.join()
+    from fewstep.engines.ray.group import lives
+
+    assert not any(lives(process_of(log)) for log in run.workers.iterdir())
+    assert newest_complete(run.checkpoints) is not None
