@@ -7,7 +7,6 @@ Every rank makes the same calls in the same order. What they exchange in bulk, w
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -17,7 +16,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fewstep.engines.pulse import heartbeat
+from fewstep.engines.pulse import heartbeat, tell_launcher
 from fewstep.engines.sequence import DividedTokens
 from fewstep.errors import UserError
 
@@ -191,7 +189,7 @@ class Mesh:
             self._store.set(f"failed/{self.ranks.rank}", words)
         error = RankError(words)
         error.add_note(advice)
-        _tell_launcher(error)
+        tell_launcher(error)
         sys.stderr.write(f"\nrank {self.ranks.rank}: error: {words}\n{advice}\n")
         sys.stderr.flush()
         os._exit(1)
@@ -268,7 +266,7 @@ def join(
         explained = mesh.explained(error)
         for text in getattr(error, "__notes__", ()) if explained is not error else ():
             explained.add_note(text)
-        _tell_launcher(explained)
+        tell_launcher(explained)
         if device.type == "cuda":  # or the process would wait at its end for what is still on its way
             with suppress(Exception):
                 distributed_c10d._abort_process_group()
@@ -288,17 +286,6 @@ def _limit(group: Any, timeout_s: float) -> None:
         with suppress(RuntimeError):  # of a kind for which the group has no backend
             backend: Any = group._get_backend(torch.device(kind))
             backend._set_default_timeout(timedelta(seconds=timeout_s + extra_s))
-
-
-def _tell_launcher(error: BaseException) -> None:
-    """Hands the last words to torchrun, which repeats those of the first rank that failed when all have ended."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is None:
-        return
-    words = "\n  ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    about = {"py_callstack": words, "timestamp": str(int(time.time()))}
-    with suppress(OSError):
-        Path(file).write_text(json.dumps({"message": {"message": words, "extraInfo": about}}))
 
 
 def _is_lost_partner(error: BaseException) -> bool:

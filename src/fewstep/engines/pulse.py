@@ -7,12 +7,14 @@ before; on GPUs it is named, where NCCL's watchdog would end the others without 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -66,3 +68,14 @@ def _live(
             return
     with suppress(dist.DistError):
         store.set(f"pulse/{rank}", OVER)
+
+
+def tell_launcher(error: BaseException) -> None:
+    """Hands the last words to torchrun, which repeats those of the first rank that failed when all have ended."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    words = "\n  ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    about = {"py_callstack": words, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": words, "extraInfo": about}}))
