@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-video test check mutants clean
+.PHONY: help demo demo-video test check faults mutants clean
 
 PYTHON ?= python3
 TESTS ?= tests
@@ -61,6 +61,9 @@ check: $(DEV)  ## style, types, layers, spelling, recipes
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 	$(BIN)/fewstep config check $(RECIPES)
+
+faults: $(DEV)  ## kill, stop and starve real runs: nothing may be lost, left or hang
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m faults tests/faults tests/engines
 
 mutants: $(DEV)  ## break the code in one place at a time: every break must turn a test red
 	@$(BIN)/python -m tests.mutants.run

@@ -45,12 +45,12 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skips what needs a GPU where there is none, and minutes of faults where nobody asks for them."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("faults") and "faults" not in item.config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="minutes of real faults: make faults"))
 
 
 @pytest.fixture(autouse=True)

@@ -256,8 +256,9 @@ def test_an_error_in_training_is_not_reported_as_a_saved_checkpoint(
 
     monkeypatch.setattr(ProcessEngine, "run", broken)
     place = RunFolder.create(world.path / "broken")
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(RuntimeError, match="the device is gone") as caught:
         train(prepare(world.recipe(SFT, "validation=null")), place)
+    assert caught.value.__notes__[-1].endswith(f"Go on with: fewstep train --resume {place.path}")
     assert "Checkpoint saved" not in capsys.readouterr().out
     assert newest_complete(place.checkpoints) is None
     with place.lock():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import torch
-
 from fewstep.data.api import Dataset
 from fewstep.data.latents import LatentFolder
 from fewstep.engines.ray.placement import Group
 from fewstep.models.families import ModelSection
+from fewstep.needs import bytes_per_parameter
 from fewstep.prepare import Plan
 
 _KEPT_PER_TOKEN = 24
@@ -86,14 +85,6 @@ def seen(model: ModelSection) -> str:
         return "whole clips"
     window = "all before them" if causal.window is None else f"a window of {causal.window}"
     return f"blocks of {causal.block_frames} frames, {window}, a sink of {causal.sink}, positions {causal.positions}"
-
-
-def bytes_per_parameter(plan: Plan, role: str) -> int:
-    """Trained: weight, gradient and two moments, and for the student the average. Frozen: the weight."""
-    master = torch.promote_types(plan.precision, torch.float32).itemsize
-    if plan.roles[role].optimizer is None:
-        return plan.precision.itemsize
-    return master * (5 if role == "student" else 4)
 
 
 def activations_gib(plan: Plan) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -19,3 +21,14 @@ class UserErrors(UserError):
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
         """On their way from one process to another they stay several."""
         return type(self), (self.errors,)
+
+
+@contextmanager
+def named(place: Path) -> Iterator[None]:
+    """Inside, an OSError that does not say which file it is about says ``place``; those of a full disk never do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(place)) from error

@@ -6,6 +6,7 @@ import json
 import platform
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,12 +24,14 @@ from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete
 from fewstep.config import Recipe, dump_recipe
+from fewstep.engines.health import Health, examine, refuse_full_disk
 from fewstep.engines.mesh import Mesh, RankError, join
 from fewstep.engines.ray.driver import Driver
 from fewstep.engines.ray.placement import RaySection
 from fewstep.engines.ray.worker import Begin
 from fewstep.errors import UserError, UserErrors
 from fewstep.member import Member, member
+from fewstep.needs import checkpoint_bytes, needs
 from fewstep.observe.observer import Observer, Unobserved
 from fewstep.prepare import Plan
 from fewstep.trajectories import generate
@@ -51,7 +54,7 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
     restarts = plan.recipe.engine.max_restarts if isinstance(plan.recipe.engine, RaySection) else 0
     while True:
         try:
-            return _train(plan, run, resume, go_on or f"fewstep train --resume {run.path}")
+            return _train(plan, run, resume, go_on or f"{plan.ranks.launcher}fewstep train --resume {run.path}")
         except RankError as error:
             if not restarts:
                 raise
@@ -61,13 +64,14 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
 
 def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
     recipe, ranks = plan.recipe, plan.ranks
-    saver = Saver()
+    saver, advice = Saver(), f"Go on with: {go_on}"
     if not plan.groups:
         generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
-    with StopRequest() if ranks.first else StopRequest("") as stop, trainer_of(plan, run, saver) as trainer:
+    told: dict[str, Any] = {} if ranks.first else {"told": ""}
+    with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice) as (trainer, health):
         iteration, time_s = restore(trainer, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
-        observer = observe(plan, run, iteration, time_s)
+        observer = observe(plan, run, iteration, time_s, health)
         due, agreed = partial(is_due, recipe), trainer.mesh.any if trainer.mesh else bool
         try:
             if resume and due(iteration) and agreed(observer.lacks_validation(iteration)):
@@ -85,36 +89,60 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
                 save(trainer, plan, run, observer, iteration)
             saver.wait()
             refuse_barren(trainer)
-            farewell = f"Checkpoint saved. Go on with: {go_on}"
+            farewell = f"Checkpoint saved. {advice}"
             if iteration >= recipe.iterations:
                 farewell = f"Look at it: {run.report}, or: fewstep sample {run.path}"
+        except BaseException as error:
+            error.add_note(f"Complete checkpoints are kept. {advice}")
+            raise
         finally:
             observer.close(farewell)
     return iteration >= recipe.iterations
 
 
 @contextmanager
-def trainer_of(plan: Plan, run: RunFolder, saver: Saver) -> Iterator[Member | Driver]:
-    """What runs the iterations, alone in the run's folder: this process, or the workers that it starts."""
+def trainer_of(plan: Plan, run: RunFolder, saver: Saver, advice: str) -> Iterator[tuple[Member | Driver, str]]:
+    """What runs the iterations, alone in the run's folder: this process, or the workers that it starts; and what was
+    found before anything was loaded."""
     recipe, ranks = plan.recipe, plan.ranks
     if isinstance(recipe.engine, RaySection):
         begin: Begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute())
         cut = partial(is_saved, recipe)
-        with run.lock(), Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:
-            yield driver
+        with run.lock():
+            found = examined(plan, None, run)
+            with Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:
+                yield driver, found
         return
     how = {name: getattr(recipe.engine, name) for name in ("timeout_s", "replicas", "sequence")}
-    with join(ranks, plan.device, **how) as mesh, run.lock() if ranks.first else nullcontext(), saver:
-        yield Member(plan, run, mesh, saver=saver)
+    group = join(ranks, plan.device, advice=advice, **how)
+    with group as mesh, run.lock() if ranks.first else nullcontext(), saver:
+        found = examined(plan, mesh, run)
+        yield Member(plan, run, mesh, saver=saver), found
 
 
-def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float) -> Observer | Unobserved:
+def examined(plan: Plan, mesh: Mesh | None, run: RunFolder) -> str:
+    """Looks at the disk and, where there are several, at the ranks, before anything is loaded; returns what was found
+    in one line. Warns of what is odd; raises UserError for what would not go well."""
+    full = None
+    if plan.ranks.first:
+        full = refuse_full_disk(run.path, checkpoint_bytes(plan), plan.recipe.checkpoint.keep_last)
+    health = examine(mesh, plan.device, needs(plan, run.path)) if mesh else Health("")
+    if plan.ranks.first:
+        for text in (*health.warnings, *([full] if full else [])):
+            warnings.warn(text, stacklevel=2)
+        if health.line:
+            Console().print(health.line, markup=False, highlight=False, soft_wrap=True)
+    return health.line
+
+
+def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float, health: str = "") -> Observer | Unobserved:
     """What records the run, in whose folder it writes what the run is."""
     recipe = plan.recipe
     if not plan.ranks.first:
         return Unobserved()
     replace_text(run.recipe, dump_recipe(recipe))
-    run.environment.write_text(json.dumps(environment(plan), indent=1))
+    known = environment(plan) | ({"health": health} if health else {})
+    replace_text(run.environment, json.dumps(known, indent=1))
     return Observer(
         recipe.observe,
         run.path,

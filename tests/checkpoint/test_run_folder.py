@@ -60,6 +60,13 @@ def test_a_run_that_was_only_locked_can_begin(tmp_path: Path):
     assert RunFolder.create(run.path) == run
 
 
+@pytest.mark.parametrize("left", [".seen-0123", ".partial-recipe.yaml-4567"])
+def test_a_run_whose_process_was_killed_before_it_began_can_begin(tmp_path: Path, left: str):
+    run = RunFolder.create(tmp_path / "new")
+    (run.path / left).write_text("")
+    assert RunFolder.create(run.path) == run
+
+
 def test_only_a_run_can_be_resumed(tmp_path: Path):
     with pytest.raises(UserError, match="holds no run that could be resumed"):
         RunFolder.existing(tmp_path / "absent")

@@ -42,7 +42,7 @@ def test_two_ranks_go_on_from_one_process_stop_together_and_one_process_goes_on(
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [130, 130], said
-    assert "Checkpoint saved. Go on with: fewstep train --resume" in said[0]
+    assert "Checkpoint saved. Go on with: torchrun --nproc-per-node 2 -m fewstep train --resume" in said[0]
     assert "Checkpoint saved" not in said[1]
     newest = newest_complete(run.checkpoints)
     assert newest is not None
@@ -76,6 +76,19 @@ def test_a_rank_that_stalls_is_named_when_the_time_is_up():
         assert ranks[0].returncode
         assert "RankError: rank 0 of 2" in said
         assert "rank 1 no longer answers" in said
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+
+
+def test_a_rank_whose_process_is_stopped_is_found_by_its_silence_long_before_the_time_is_up():
+    """PITFALLS, hangs: what waits in a collective is ended with a word, and need not wait for its end."""
+    ranks = started("tests.engines.stalled", ["stopped"])
+    try:
+        said = ranks[0].communicate(timeout=90)[0]
+        assert ranks[0].returncode == 1
+        assert "rank 0 of 2" in said
+        assert "rank 1 gives no sign of life: its process is stopped, or its machine gone\nStart again." in said
     finally:
         ranks[1].kill()
         ranks[1].communicate()

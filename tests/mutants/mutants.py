@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.fault_mutants import FAULTS
 from tests.mutants.many_ranks import MANY_RANKS
 from tests.mutants.mutant import Mutant
 from tests.mutants.ray_groups import RAY
@@ -790,5 +791,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *RANKS,
     *MANY_RANKS,
     *LATENTS,
+    *FAULTS,
     *RAY,
 )

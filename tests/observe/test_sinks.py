@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -97,6 +98,17 @@ def test_a_row_outlives_a_process_that_is_killed_right_after_it(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert losses(path) == {5: 0.5}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_names_the_file_and_the_sink_can_be_closed(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink._file.close()
+    sink._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 (reading it, as a sink does, never ends)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        sink.write(train_row(1, 0.5))
+    assert caught.value.filename == str(tmp_path / "metrics.jsonl")
+    sink.close()
 
 
 def test_after_a_resume_rows_beyond_it_are_superseded_but_stay_in_the_file(tmp_path):

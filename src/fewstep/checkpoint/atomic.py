@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fewstep.errors import named
+
 PARTIAL = ".partial-"
 REMOVING = ".removing-"
 REPLACED = ".replaced"
@@ -45,11 +47,16 @@ def written_aside(folder: Path) -> Iterator[Path]:
 def replace_text(file: Path, text: str) -> None:
     """Writes a file that is never seen half-written: what stood there before stays until all of it is on the disk."""
     aside = file.with_name(f"{PARTIAL}{file.name}-{secrets.token_hex(4)}")
-    with aside.open("w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    aside.replace(file)
+    with named(file):
+        try:
+            with aside.open("w") as opened:
+                opened.write(text)
+                opened.flush()
+                os.fsync(opened.fileno())
+            aside.replace(file)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
 
 
 def remove_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fewstep.checkpoint.atomic import PARTIAL
 from fewstep.checkpoint.save import newest_complete
 from fewstep.checkpoint.source import Source, open_source
 from fewstep.errors import UserError
@@ -74,7 +75,7 @@ class RunFolder:
                 f"{path} already holds a run ({state}); go on with it by 'fewstep train --resume {path}', take another "
                 "folder (name=... or --run) or remove this one"
             )
-        if path.exists() and (not path.is_dir() or any(p.name != _LOCK for p in path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(not p.name.startswith(_LEFT) for p in path.iterdir())):
             raise UserError(f"{path} exists and is not the folder of a run; take another (name=... or --run)")
         path.mkdir(parents=True, exist_ok=True)
         return run
@@ -117,4 +118,8 @@ class RunFolder:
             yield
 
 
+SEEN = ".seen-"
+"""Before the name of a file that one process writes, and others look for."""
 _LOCK = ".lock"
+_LEFT = (_LOCK, SEEN, PARTIAL)
+"""What a process leaves that is killed before its run has begun."""

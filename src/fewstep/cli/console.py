@@ -14,6 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from fewstep.errors import UserError, UserErrors
@@ -64,7 +65,13 @@ def complain(lines: Sequence[str]) -> None:
     """Each on a line of its own, on standard error."""
     rank = os.environ.get("RANK")  # of several processes, which one it is
     for text in lines:
-        err.print("error: " if rank is None else f"rank {rank}: error: ", style="bold red", end="")
+        prefix = "error: " if rank is None else f"rank {rank}: error: "
+        err.print(Text.assemble((prefix, "bold red"), text), highlight=False, soft_wrap=True)
+
+
+def advise(error: BaseException) -> None:
+    """What was noted on an error on its way, such as how to go on; last, where it is seen."""
+    for text in getattr(error, "__notes__", ()):
         err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -86,17 +93,20 @@ class Commands(TyperGroup):
                 warnings.showwarning = _warn
             try:
                 return super().invoke(ctx)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 err.print("Stopped by Ctrl-C.")
+                advise(error)
                 raise typer.Exit(STOPPED) from None
             except Exception as error:
                 if (
                     type(error).__name__ in ("RankError", "WorkerError") and not ctx.obj["debug"]
                 ):  # the other rank says more
                     complain([str(error)])
+                    advise(error)
                     raise typer.Exit(RUN_FAILED) from None
                 lines = complaints(error)
                 if lines is None or ctx.obj["debug"]:
                     raise
                 complain(lines)
+                advise(error)
                 raise typer.Exit(USER_ERROR) from None

@@ -46,9 +46,14 @@ class Finding:
 def doctor() -> None:
     """Look at this machine: Python, PyTorch, devices, memory, disk, data, optional packages, and which recipes can run.
 
-    Exit code 1 if nothing can run, else 0.
+    Under torchrun it looks at all ranks together too: programs, clocks, memory, links, and whether they share this
+    folder. Exit code 1 if nothing can run, else 0.
     """
     findings = [*machine(), *packages()]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        findings += together()
+        if os.environ["RANK"] != "0":
+            return
     if all(finding.state != "fault" for finding in findings):
         findings += [*data(), *recipes()]
     rows = table("This machine", "", "", "")
@@ -81,6 +86,21 @@ def machine() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free / GIB
     low = "" if free > 1 else "runs of images need about 1 GiB: make room, or name another folder by --run"
     yield Finding("disk", "missing" if low else "ok", f"{free:.1f} GiB free in {Path.cwd()}", low)
+
+
+def together() -> list[Finding]:
+    """What is to be said of the ranks, where a launcher such as torchrun started several; every one of them asks."""
+    from fewstep.engines.api import EngineSection
+    from fewstep.engines.device import resolve_device
+    from fewstep.engines.health import Needs, examine
+    from fewstep.engines.mesh import Ranks, join
+
+    ranks = Ranks.launched()
+    device, _ = resolve_device(EngineSection(), ranks)
+    with join(ranks, device, timeout_s=60) as mesh:
+        assert mesh is not None
+        health = examine(mesh, device, Needs(folder=Path.cwd()))
+    return [Finding("ranks", "ok", health.line), *(Finding("ranks", "missing", text) for text in health.warnings)]
 
 
 def torch_and_devices() -> Iterator[Finding]:

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fewstep.engines.pulse import heartbeat, tell_launcher
 from fewstep.engines.sequence import DividedTokens
 from fewstep.errors import UserError
 
 GRACE_S = 5.0
 """How long a rank whose partner is gone waits to learn which one it was, and why."""
+AGENT = "TORCHELASTIC_RUN_ID"
+"""Set in every process that torchrun started, whose agent on the first machine then keeps the ranks' addresses."""
 Values = dict[str, Tensor]
 
 
@@ -57,6 +64,15 @@ class Ranks:
                 "--nproc-per-node N -m fewstep train ..., or unset WORLD_SIZE"
             ) from None
         return cls(rank, world, local)
+
+    @property
+    def launcher(self) -> str:
+        """What stands before ``fewstep`` in a command that starts as many processes again; nothing for one."""
+        if self.world == 1:
+            return ""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        machines = f"--nnodes {self.world // local} ... " if local < self.world else ""
+        return f"torchrun {machines}--nproc-per-node {local} -m "
 
     def rows(self, sequence: int) -> tuple[int, int]:
         """(i, n): this process has rows i, i + n, ... of every batch, as have all that share its rows, ``sequence`` in
@@ -128,6 +144,15 @@ class Mesh:
             self._store.set(key, text)
         return self._store.get(key).decode()
 
+    def heard(self, text: str) -> list[str]:
+        """What every rank says, in their order, on rank 0; nothing on the others."""
+        self._messages += 1
+        key = f"heard/{self._messages}"
+        self._store.set(f"{key}/{self.ranks.rank}", text)
+        if not self.ranks.first:
+            return []
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks.world)]
+
     def all_rows(self, tensor: Tensor, *, per_head: bool = False) -> Tensor:
         """The rows of the global batch, of which :meth:`Ranks.rows` says which a rank holds. per_head: of tensors
         [b n h e] each rank holds the heads that it has where tokens are divided."""
@@ -154,7 +179,20 @@ class Mesh:
             self._store.set(f"waiting/{me.rank}", "")
             return RankError(f"{me} stops: {self._why() or error}")
         except dist.DistError:
-            return RankError(f"{me} stops: rank 0, through which the ranks find each other, is gone: {error}")
+            gone = "rank 0 is" if os.environ.get(AGENT) is None else "the launcher of the first machine is"
+            return RankError(f"{me} stops: {gone} gone, through which the ranks find each other: {error}")
+
+    def gone(self, other: int, advice: str) -> None:
+        """Ends this process, whose own code waits for a rank that gives no sign of life any more."""
+        words = f"{self.ranks} stops: rank {other} gives no sign of life: its process is stopped, or its machine gone"
+        with suppress(dist.DistError):
+            self._store.set(f"failed/{self.ranks.rank}", words)
+        error = RankError(words)
+        error.add_note(advice)
+        tell_launcher(error)
+        sys.stderr.write(f"\nrank {self.ranks.rank}: error: {words}\n{advice}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
     def _why(self) -> str:
         """What became of the others, of whom those that wait too are given the time to say so."""
@@ -179,40 +217,75 @@ def join(
     replicas: int = 1,
     sequence: int = 1,
     store: dist.Store | None = None,
+    advice: str = "",
 ) -> Iterator[Mesh | None]:
     """Inside, this process is one of a group; None where it is the only one.
 
     device: of this rank; nccl moves what lies on GPUs, gloo what lies in the host's memory. timeout_s: how long a rank
     waits for the others. replicas: groups of ranks that each hold all weights. sequence: ranks that share the tokens of
-    a row. store: through which the ranks find each other; left out, that of the launcher. An error inside is told to
-    the other ranks, which raise RankError with this rank's name; so does a rank that waited in vain.
+    a row. store: through which the ranks find each other; left out, that of the launcher, and then they give signs of
+    life. An error inside is told to the other ranks, which raise RankError with this rank's name; so does a rank that
+    waited in vain. advice: what is said where nothing can be raised, since this rank's own code waits for one that
+    gives no sign of life.
     """
     if ranks.world == 1:
         yield None
         return
     timeout = timedelta(seconds=timeout_s)
+    launched = store is None
     if store is None:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what was on its way is written down at a timeout
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
     names, sizes = ("shard",), (ranks.world,)
     if replicas > 1:
         names, sizes = ("replicate", "shard"), (replicas, ranks.world // replicas)
     axes, division = init_device_mesh(device.type, sizes, mesh_dim_names=names), None
+    groups = [dist.group.WORLD, *axes.get_all_groups()]
     if sequence > 1:
         rows = init_device_mesh(device.type, (ranks.world // sequence, sequence), mesh_dim_names=("rows", "sequence"))
         division = DividedTokens(rows.get_group("sequence"))
+        groups += rows.get_all_groups()
     mesh = Mesh(ranks, axes, store, division)
+    for group in groups:
+        _limit(group, timeout_s)
+    parent = os.getppid() if AGENT in os.environ else None
+    signs = (
+        heartbeat(store, ranks.rank, ranks.world, partial(mesh.gone, advice=advice), parent)
+        if launched
+        else nullcontext()
+    )
     try:
-        yield mesh
+        with signs:
+            yield mesh
     except Exception as error:
         explained = mesh.explained(error)
+        for text in getattr(error, "__notes__", ()) if explained is not error else ():
+            explained.add_note(text)
+        tell_launcher(explained)
+        if device.type == "cuda":  # or the process would wait at its end for what is still on its way
+            with suppress(Exception):
+                distributed_c10d._abort_process_group()
         if explained is error:
             raise
         raise explained from error
     dist.destroy_process_group()
+
+
+def _limit(group: Any, timeout_s: float) -> None:
+    """Bounds every collective of a group. Groups of an axis would else have PyTorch's own bounds, which are longer.
+
+    The hosts wait for each other by gloo, and say whom they miss; NCCL's watchdog ends a process without such words, so
+    it waits longer by what they take.
+    """
+    for kind, extra_s in (("cpu", 0.0), ("cuda", 3 * GRACE_S)):
+        with suppress(RuntimeError):  # of a kind for which the group has no backend
+            backend: Any = group._get_backend(torch.device(kind))
+            backend._set_default_timeout(timedelta(seconds=timeout_s + extra_s))
 
 
 def _is_lost_partner(error: BaseException) -> bool:

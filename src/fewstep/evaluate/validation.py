@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from pydantic import Field, PositiveInt
 
+from fewstep.errors import named
 from fewstep.evaluate.api import LabelledClips, PixelValues
 from fewstep.evaluate.clip import save_clip_grid
 from fewstep.evaluate.extractor import ExtractorSection, build_extractor
@@ -119,21 +120,21 @@ class Validator:
                 device=self.device,
             )
             pixels = self.codec.decode(samples.x0)
-            self._show(pixels, f"iteration-{iteration:06d}.steps{num_steps}")
+            if self.folder is not None:
+                with named(self.folder):
+                    self._show(self.folder, pixels, f"iteration-{iteration:06d}.steps{num_steps}")
             quality = self.judge(pixels, self.labels).model_dump(exclude_none=True) if self.judge else {}
             metrics |= {f"validation/{name}.steps{num_steps}": value for name, value in quality.items()}
         return metrics
 
-    def _show(self, pixels: PixelValues, name: str) -> None:
+    def _show(self, folder: Path, pixels: PixelValues, name: str) -> None:
         """A grid of one class a row; only the first classes where there are many."""
-        if self.folder is None:
-            return
         is_clip = pixels.shape[1] > 1
         chosen = class_rows(self.labels, _MOST_CLIP_ROWS if is_clip else _MOST_ROWS, self.section.columns)
         names = [self.classes[label] for label in self.labels[chosen[:, 0]].tolist()]
         rows = [pixels[row] for row in chosen]
         if is_clip:
-            save_film(self.folder / f"{name}.png", pixels[chosen[:, 0]], names)
-            save_clip_grid(self.folder / f"{name}.gif", rows, names)
+            save_film(folder / f"{name}.png", pixels[chosen[:, 0]], names)
+            save_clip_grid(folder / f"{name}.gif", rows, names)
         else:
-            save_grid(self.folder / f"{name}.png", rows, names)
+            save_grid(folder / f"{name}.png", rows, names)

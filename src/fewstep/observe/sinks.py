@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from fewstep.errors import named
 from fewstep.observe.metrics import RESERVED, Row
 from fewstep.section import Section
 
@@ -72,11 +73,13 @@ class JsonlSink:
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _mend(path)
-        self._file = path.open("ab")
+        self._file, self._path = path.open("ab", buffering=0), path
 
     def write(self, row: Row) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+        with named(self._path):
+            line = memoryview(_line(row))
+            while line:
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()
