@@ -25,6 +25,7 @@ from fewstep.models.kv_cache import CrossCache, KeyValue
 from fewstep.models.rope import Rotation
 from fewstep.models.wan.block import Sight
 from fewstep.models.wan.causal import CausalWan
+from fewstep.models.wan.conditioner import ClassLabelConditioner
 from fewstep.models.wan.model import Entered, Wan
 from fewstep.models.wan.parallelize import METHODS
 
@@ -235,7 +236,8 @@ class _Counting:
             context, texts = self._context(cond)
         trains = network.learns and torch.is_grad_enabled()
         backward = embedded * (trains + (torch.is_grad_enabled() and x_t.requires_grad))
-        backward += trains * (hidden + 2 * projected + texts[0] + 2 * texts[1])
+        learnt = isinstance(network.conditioner, ClassLabelConditioner)  # its tokens have a gradient too
+        backward += trains * (hidden + 2 * projected + (1 + learnt) * texts[0] + 2 * texts[1])
         self.outside(b, f * num, embedded + hidden + projected + sum(texts), backward)
         size, like = (b, f, num, shape.dim), x_t if x_t.requires_grad else None
         entered = through(like, self.ledger, size, inside.precision, 0.0)
@@ -311,7 +313,8 @@ class CountedDiscriminator(nn.Module):
             linear = 2.0 * rows * (count * self.width**2 + self.width)
             work = Work("discriminator", "outside", rows, count, linear=linear)
             self.ledger.add(work)
-            backward = linear * (self.learns + tokens.requires_grad) * torch.is_grad_enabled()
+            reaches = self.learns or tokens.requires_grad  # the norm before the layer learns too
+            backward = linear * (self.learns + reaches) * torch.is_grad_enabled()
             if backward:
                 self.ledger.add(replace(work, linear=backward, backward=True, weights=self.learns))
             logits.append(through(tokens, self.ledger, (rows,), torch.float32, 24.0 * tokens.numel()))
