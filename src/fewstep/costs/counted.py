@@ -66,6 +66,7 @@ class CountedBlock(nn.Module):
             sight.visible is not None,
             (context.values if told else context).shape[1],
             told,
+            compiled=self.inside.compiled,
             shape=self.inside.shape,
         )
         copy = self.copy_of_weights()
@@ -98,7 +99,7 @@ class CountedBlock(nn.Module):
     def copy_of_weights(self) -> Tensor | None:
         """Trained weights are float32, and compute in bfloat16; compiled blocks drop the copy at once."""
         inside = self.inside
-        if not inside.trained or inside.precision != torch.bfloat16 or inside.joined != 1.0:
+        if not inside.trained or inside.precision != torch.bfloat16 or inside.compiled:
             return None
         return self.ledger.hold(2 * self.num_weights, "whole")
 

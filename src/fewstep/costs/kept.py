@@ -21,36 +21,44 @@ KEPT = {
 }
 """By precision, and by whether the weights are trained: without their gradients, the inputs of linear layers are not
 kept. Keys and values of the tokens themselves come on top."""
-FORWARD, BACKWARD = (16, 4), (8, 4)
-"""While a block runs, beside what is kept; in float32 twice as much of what is in bfloat16."""
+COMPILED = {True: (28, 4), False: (20, 2)}
+"""Of compiled blocks in bfloat16, which make what is in float32 again instead of keeping it; by whether they are
+trained."""
+FORWARD = ((18, 0), (4, 4))
+"""While a block runs, beside what is kept: in its attention, and in its feed-forward layer; the larger counts."""
+BACKWARD = (8, 4)
+"""While its gradients are made, beside what was kept."""
 
 
 @dataclass(frozen=True)
 class Inside:
-    """How blocks of one role run. joined: share of what single operations keep that compiled blocks keep."""
+    """How blocks of one role run. joined: by how much what compiled blocks take differs from what is counted here."""
 
     shape: Architecture
     precision: torch.dtype
     trained: bool
     recompute: bool
+    compiled: bool = False
     joined: float = 1.0
 
     def kept(self, tokens: int) -> float:
         """For the backward pass."""
         wide = torch.bfloat16 if self.precision == torch.bfloat16 else torch.float32
-        return self._bytes(KEPT[wide, self.trained], tokens) * self.joined
+        eager = KEPT[wide, self.trained]
+        return self._bytes(COMPILED[self.trained] if self.compiled and wide == torch.bfloat16 else eager, tokens)
 
     def forward(self, tokens: int, past: int) -> float:
         """While it runs; the past is copied to stand before the tokens' own keys and values."""
-        return self._bytes(FORWARD, tokens) * self.joined + self._past(tokens, past)
+        return max(self._bytes(stage, tokens) for stage in FORWARD) + self._past(tokens, past)
 
     def backward(self, tokens: int, past: int) -> float:
         """While its gradients are made, those of past keys and values too."""
-        return self._bytes(BACKWARD, tokens) * self.joined + 2 * self._past(tokens, past)
+        return self._bytes(BACKWARD, tokens) + 2 * self._past(tokens, past)
 
     def _bytes(self, per_token: tuple[int, int], tokens: int) -> float:
         wide, hidden = per_token
-        return tokens * (wide * self.shape.dim + hidden * self.shape.ffn_dim)
+        found = float(tokens * (wide * self.shape.dim + hidden * self.shape.ffn_dim))
+        return found * self.joined if self.compiled else found
 
     def _past(self, tokens: int, past: int) -> float:
         return 2.0 * self.precision.itemsize * self.shape.dim * (tokens + past) if past else 0.0

@@ -49,6 +49,8 @@ class Ledger(TorchDispatchMode):
         """Most bytes of histories, two at once where one is copied."""
         self.calls: Counter[str] = Counter()
         """Calls of each role's network."""
+        self.draws = 0
+        """Tensors of random numbers."""
         self.heads: set[tuple[int, ...]] = set()
         """(heads, width of a head) of the networks, by which keys and values are known."""
         self._now = {"activations": 0, "cut": 0, "whole": 0, "history": 0}
@@ -64,7 +66,7 @@ class Ledger(TorchDispatchMode):
 
     def begin(self) -> None:
         """Another phase: what is held stays held, peaks and work begin anew."""
-        self.works, self.calls, self.peaks, self.history = Counter(), Counter(), [], 0
+        self.works, self.calls, self.peaks, self.history, self.draws = Counter(), Counter(), [], 0, 0
 
     def add(self, work: Work) -> None:
         self.works[work] += 1

@@ -14,6 +14,7 @@ from importlib.resources import files
 
 import torch
 
+from fewstep.costs.trace import PhaseCost
 from fewstep.costs.work import Work, attention_flops, io_bytes, kernels, matmul_flops, traffic
 from fewstep.devices import DeviceKind
 
@@ -49,12 +50,13 @@ def coefficients() -> Coefficients:
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU, and how networks run on it. sequence: ranks that share the tokens of a clip."""
+    """One GPU, and how networks run on it. graphs: replayed, so that the host launches nothing. sequence: ranks that
+    share the tokens of a clip."""
 
     kind: DeviceKind
     fitted: Coefficients
     precision: torch.dtype = torch.bfloat16
-    compile: str | None = None
+    graphs: bool = False
     sequence: int = 1
 
     @property
@@ -65,23 +67,31 @@ class Machine:
     def busy_s(self, work: Work) -> float:
         """How long the GPU computes."""
         work = self._share(work)
-        fitted, tokens = self.fitted, work.rows * max(work.tokens, 1)
-        filled = self.flops_per_s * tokens / (tokens + fitted.half_tokens)
-        rate = self.kind.memory_bytes_per_s * fitted.memory
-        seconds = max(matmul_flops(work) / (filled * fitted.matmul), io_bytes(work) / rate)
-        attention = fitted.masked_attention if work.masked else fitted.attention
-        attention *= fitted.backward_attention if work.backward else 1.0
-        return seconds + attention_flops(work) / (filled * attention) + traffic(work, compiled=self._compiled) / rate
+        return self.matmul_s(work) + self.attention_s(work) + traffic(work) / self._bytes_per_s
+
+    def matmul_s(self, work: Work) -> float:
+        """Of it, matrix products: operations, or the reading and writing of their inputs and outputs."""
+        return max(matmul_flops(work) / (self._filled(work) * self.fitted.matmul), io_bytes(work) / self._bytes_per_s)
+
+    def attention_s(self, work: Work) -> float:
+        """Of it, attention."""
+        fitted = self.fitted
+        share = fitted.masked_attention if work.masked else fitted.attention
+        share *= fitted.backward_attention if work.backward else 1.0
+        return attention_flops(work) / (self._filled(work) * share)
 
     def host_s(self, work: Work) -> float:
         """How long the host launches kernels, which does not depend on the rows."""
-        if self.compile == "graphs":
-            return 0.0
-        return kernels(work, compiled=self._compiled) * self.fitted.launch_s
+        return 0.0 if self.graphs else kernels(work) * self.fitted.launch_s
+
+    def _filled(self, work: Work) -> float:
+        """The peak, as far as so many tokens can fill the GPU."""
+        tokens = work.rows * max(work.tokens, 1)
+        return self.flops_per_s * tokens / (tokens + self.fitted.half_tokens)
 
     @property
-    def _compiled(self) -> bool:
-        return self.compile is not None
+    def _bytes_per_s(self) -> float:
+        return self.kind.memory_bytes_per_s * self.fitted.memory
 
     def _share(self, work: Work) -> Work:
         if self.sequence == 1 or work.kind == "told":
@@ -96,8 +106,17 @@ def seconds(works: Mapping[Work, float], machine: Machine, rows: int = 1) -> tup
     return busy, sum(machine.host_s(work) * count for work, count in works.items())
 
 
-PHASE_KERNELS = {False: 150, True: 300}
-"""Kernels of a phase outside the networks, by whether it trains: noise, losses, and of training the norm and the
-update."""
+PHASE_KERNELS = {False: 60, True: 250}
+"""Kernels of a phase outside the networks, by whether it trains: batches, losses, and of training the norm, the update
+and the counters."""
+DRAW_KERNELS = 46
+"""Of a tensor of random numbers."""
+KERNEL_S = 3e-6
+"""Of the GPU, for a kernel that has next to nothing to do."""
 UPDATE_BYTES = {"student": 64, "other": 40}
 """Bytes that an update moves for each parameter: gradient norm, clipping, AdamW and, for the student, its average."""
+
+
+def own_kernels(cost: PhaseCost) -> float:
+    """Of a phase, outside the networks."""
+    return PHASE_KERNELS[bool(cost.trains)] + DRAW_KERNELS * cost.draws

@@ -47,9 +47,10 @@ class Setting:
 
     precision: torch.dtype = torch.bfloat16
     recompute: bool = False
-    compiled: bool = False
+    compiled: frozenset[str] = frozenset()
+    """Roles whose blocks are compiled."""
     joined: float = 1.0
-    """Share of what single operations keep for the backward pass that compiled ones keep."""
+    """By how much the memory inside compiled blocks differs from the count."""
 
 
 @dataclass
@@ -69,6 +70,8 @@ class PhaseCost:
     """How often each work is done, on average."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls of each role's network, on average."""
+    draws: float = 0.0
+    """Tensors of random numbers, on average."""
     peaks: tuple[Held, ...] = ()
     history: int = 0
 
@@ -78,6 +81,7 @@ class PhaseCost:
             self.works[work] += count * share  # type: ignore[assignment]
         for name, count in ledger.calls.items():
             self.calls[name] += count * share  # type: ignore[assignment]
+        self.draws += ledger.draws * share
         self.peaks = highest([*self.peaks, *ledger.peaks])
         self.history = max(self.history, ledger.history)
 
@@ -116,12 +120,16 @@ class Stopping(Draw):
     choice: int = 0
     rolls: bool = False
     """Whether every second choice is one of rolling forcing."""
+    ledger: Ledger | None = None
+    """Where draws are counted."""
 
     def normal(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        if self.ledger is not None:
+            self.ledger.draws += 1
         return torch.empty((len(self.key), *shape), dtype=dtype, device="meta")
 
     def uniform(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty((len(self.key), *shape), dtype=dtype, device="meta")
+        return self.normal(name, shape, dtype)
 
     def shared_index(self, name: str, count: int) -> int:
         if name == "rolling":
@@ -178,7 +186,7 @@ class Tracer:
             if kind in given:
                 self.found[kind].times += choice == 0
             else:
-                draw = Stopping(0, phase.name, number, batch.key, choice, self.rolls)
+                draw = Stopping(0, phase.name, number, batch.key, choice, self.rolls, self.ledger)
                 known = {**self.roles, **records, "batch": batch, "draw": draw, "carry": carry}
                 given[kind] = self.perform(phase, kind, known)
             if phase.gives:
@@ -214,8 +222,8 @@ def networks_of(sizes: Mapping[str, Sized], setting: Setting, ledger: Ledger) ->
     made: dict[str, Any] = {}
     for name, size in sizes.items():
         if size.section is not None:
-            joined = setting.joined if setting.compiled else 1.0
-            inside = Inside(size.section.architecture, setting.precision, size.trained, setting.recompute, joined)
+            shape, compiled = size.section.architecture, name in setting.compiled
+            inside = Inside(shape, setting.precision, size.trained, setting.recompute, compiled, setting.joined)
             made[name] = counted(size.section, name, inside, ledger)
     for name, size in sizes.items():
         if size.section is None:

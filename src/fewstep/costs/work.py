@@ -44,6 +44,8 @@ class Work:
     """Whether it is done a second time because its result was not kept."""
     linear: float = 0.0
     """Of what is outside: operations of its linear layers."""
+    compiled: bool = False
+    """Whether its elementwise operations are joined into few kernels."""
     shape: Shape | None = None
 
     def of_rows(self, factor: int) -> Work:
@@ -108,19 +110,19 @@ KERNELS = {(False, False): 80, (False, True): 170, (True, False): 26, (True, Tru
 """Kernels of a block, counted in the same way; of compiled blocks with what the host does around each of them."""
 
 
-def traffic(work: Work, *, compiled: bool) -> float:
+def traffic(work: Work) -> float:
     """Bytes of what is elementwise in a block, and of its past, which is put before its own keys and values."""
     if work.kind != "block" or work.shape is None:
         return 0.0
-    wide, hidden = TRAFFIC[compiled, work.backward]
+    wide, hidden = TRAFFIC[work.compiled, work.backward]
     past = 8.0 * work.shape.dim * (work.keys - work.tokens) if work.keys > work.tokens else 0.0
     return work.rows * (work.tokens * (wide * work.shape.dim + hidden * work.shape.ffn_dim) + past)
 
 
-def kernels(work: Work, *, compiled: bool) -> int:
+def kernels(work: Work) -> int:
     """How many kernels the host launches."""
     if work.kind == "block":
-        return KERNELS[compiled, work.backward]
+        return KERNELS[work.compiled, work.backward]
     return (4 if work.kind == "told" else 60) * (1 + work.backward)
 
 
