@@ -58,9 +58,11 @@ BOUNDS = {
     "backward_attention": (0.4, 1.2),
     "memory": (0.2, 1.0),
     "launch_s": (2e-6, 5e-5),
-    "joined": (0.4, 1.2),
 }
-"""Within which the fit looks; the last is fitted to memory, the others to times."""
+"""Of the coefficients that are fitted to times, where the fit looks."""
+JOINED = (0.4, 1.2)
+"""Of the one that is fitted to memory."""
+QUANTITIES = ("time", "memory")
 SHAPE, TEXT = (21, 16, 60, 104), 512
 FRAME_TOKENS = 1560
 H200 = kind_of("h200")
@@ -116,23 +118,30 @@ def predict(row: Row, fitted: Coefficients) -> float:
 
 def fit(rows: list[Row]) -> Coefficients:
     """The coefficients that are nearest to the rows for the fit; memory first, on which times do not depend."""
-    from scipy.optimize import least_squares
+    from scipy.optimize import least_squares, minimize_scalar
 
-    fitted = coefficients()
-    for quantity, names in (("memory", ["joined"]), ("time", [name for name in BOUNDS if name != "joined"])):
-        mine = [row for row in rows if row.quantity == quantity and not row.held_out]
-        assert len(names) < len(mine) / 2
-        start = fitted
+    fitted, mine = coefficients(), {q: [r for r in rows if r.quantity == q and not r.held_out] for q in QUANTITIES}
 
-        def errors(values: Any, names: Any = names, mine: Any = mine, start: Any = start) -> list[float]:
-            tried = replace(start, **{name: math.exp(value) for name, value in zip(names, values, strict=True)})
-            return [math.log(predict(row, tried) / row.measured) for row in mine]
+    def errors(quantity: str, **tried: float) -> list[float]:
+        return [math.log(predict(row, replace(fitted, **tried)) / row.measured) for row in mine[quantity]]
 
-        low, high = zip(*(map(math.log, BOUNDS[name]) for name in names), strict=True)
-        first = [math.log(getattr(start, name)) for name in names]
-        found = least_squares(errors, first, bounds=(low, high), diff_step=1e-2, loss="soft_l1", f_scale=0.1)
-        fitted = replace(start, **{name: math.exp(value) for name, value in zip(names, found.x, strict=True)})
-    return fitted
+    joined = minimize_scalar(
+        lambda value: sum(error**2 for error in errors("memory", joined=value)),
+        bounds=JOINED,
+        method="bounded",
+        options={"xatol": 0.02},
+    )
+    fitted = replace(fitted, joined=float(joined.x))
+    names = list(BOUNDS)
+    assert len(names) < len(mine["time"]) / 2
+    low, high = zip(*(map(math.log, BOUNDS[name]) for name in names), strict=True)
+    found = least_squares(
+        lambda values: errors("time", **{name: math.exp(value) for name, value in zip(names, values, strict=True)}),
+        [math.log(getattr(fitted, name)) for name in names],
+        bounds=(low, high),
+        diff_step=1e-2,
+    )
+    return replace(fitted, **{name: math.exp(value) for name, value in zip(names, found.x, strict=True)})
 
 
 # What the rows measured, as the model sees it: seconds, and GiB of tensors

@@ -22,6 +22,7 @@ from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete, save_checkpoint, take_part
 from fewstep.config import dump_recipe
+from fewstep.costs.utilisation import full_speed
 from fewstep.data.sources import open_dataset
 from fewstep.engines.mesh import Mesh, join
 from fewstep.engines.process import ProcessEngine
@@ -62,6 +63,8 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
             while iteration < recipe.iterations and not agreed(stop.asked):
                 metrics = engine.run(iteration)
                 iteration += 1
+                if iteration % recipe.observe.every == 0:
+                    metrics |= engine.gauges()
                 observer.train(iteration, metrics, recipe.data.batch)
                 if iteration == recipe.iterations or iteration % recipe.checkpoint.every == 0:
                     saved = save(engine, plan, run, observer, iteration)
@@ -94,6 +97,7 @@ def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float) -> Observ
         recipe=recipe.model_dump(mode="json"),
         iteration=iteration,
         time_s=time_s,
+        full_speed=full_speed(plan),
     )
 
 

@@ -14,6 +14,7 @@ from fewstep.checkpoint.tensor_file import Later
 from fewstep.data.batches import BatchSource
 from fewstep.engines.mesh import Mesh
 from fewstep.engines.roles import Role
+from fewstep.engines.stopwatch import Stopwatch, memory, memory_of_roles, phase_times
 from fewstep.methods.api import Method, Phase
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
@@ -47,6 +48,8 @@ class ProcessEngine:
         self.seed, self.micro_batch, self.mesh = seed, micro_batch, mesh
         self.carries: dict[int, Carry] = {}
         """What the next iteration goes on from, by batch."""
+        self.device = next(roles["student"].network.parameters()).device
+        self.watch = Stopwatch(self.device)
 
     def run(self, iteration: int) -> dict[str, Tensor]:
         """All phases of one iteration. Metrics stay on the device: means over the iteration, of counters the last."""
@@ -58,8 +61,10 @@ class ProcessEngine:
             if torch.cuda.is_available():  # the call loads the compiler, which takes seconds
                 torch.compiler.cudagraph_mark_step_begin()
             if phase.batch not in batches:
+                self.watch.lap("data")
                 batches[phase.batch] = self.batches.batch(iteration, phase.batch)
             batch = batches[phase.batch]
+            self.watch.lap(phase.name.partition(".")[0])
             if phase.gives:
                 made = self._record(phase, iteration, batch, records)
                 if phase.carries:
@@ -73,11 +78,17 @@ class ProcessEngine:
                 report = self._train(phase, iteration, batch, records)
             for name, value in report.items():
                 metrics.setdefault(name, []).append(value)
+        self.watch.lap(None)
         self.carries = {slot: carry for slot, carry in carries.items() if carry is not None}
         return {
             name: values[-1] if name.endswith(("/lr", "/updates", "/skipped")) else torch.stack(values).mean()
             for name, values in metrics.items()
         }
+
+    def gauges(self) -> dict[str, float]:
+        """Seconds of each kind of phase in an iteration since the last call, and memory; waits for the device."""
+        sizes = memory_of_roles(self.roles, self.optimizers, self.ema)
+        return phase_times(self.watch) | memory(self.device) | sizes
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The weights and the optimizer of every trained role, the EMA, and the carries where there are any."""
