@@ -230,7 +230,9 @@ def trajectories() -> tuple[Counter[Work], float]:
         key = torch.empty(1, dtype=torch.int64, device="meta")
         cond = EmbeddingCond(torch.empty((1, TEXT, section.architecture.text_dim), device="meta"))
         batch = Batch(key, torch.empty((1, *SHAPE), device="meta"), cond, cond)
-        TeacherODE(48, 5.0, (1.0,), 6.0)(CountedRole("teacher", network, torch.bfloat16), batch, Stopping(0, "", 0, key))
+        TeacherODE(48, 5.0, (1.0,), 6.0)(
+            CountedRole("teacher", network, torch.bfloat16), batch, Stopping(0, "", 0, key)
+        )
     peak = max(held.activations + held.whole for held in ledger.peaks)
     return ledger.works, 2 * network.num_weights + peak
 
@@ -294,10 +296,14 @@ def report(rows: list[Row], fitted: Coefficients) -> str:
             title = "held out" if held_out else "for the fit"
             lines.append(f"{quantity}, {title}: {summary(found, quantity, held_out)}")
     lines += ["", "| work | kind | | measured | by the plan | error |", "|---|---|---|---|---|---|"]
-    for row, value, error in sorted(found, key=lambda one: (one[0].quantity, one[0].held_out, one[0].kind, one[0].name)):
+    for row, value, error in sorted(
+        found, key=lambda one: (one[0].quantity, one[0].held_out, one[0].kind, one[0].name)
+    ):
         unit = "s" if row.quantity == "time" else "GiB"
         part = "held out" if row.held_out else "fit"
-        lines.append(f"| {row.name} | {row.kind} | {part} | {row.measured:.3g} {unit} | {value:.3g} {unit} | {error:+.0%} |")
+        lines.append(
+            f"| {row.name} | {row.kind} | {part} | {row.measured:.3g} {unit} | {value:.3g} {unit} | {error:+.0%} |"
+        )
     return "\n".join(lines)
 
 

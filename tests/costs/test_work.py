@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fewstep.costs.trace import Setting, Sized, trace
 from fewstep.costs.counted import pairs_of
+from fewstep.costs.trace import Setting, Sized, trace
 from fewstep.costs.work import Work, attention_flops, flops, matmul_flops
 from fewstep.methods.dmd2 import DMD2, DMD2Section
 from fewstep.models.attention import Mask, Part, dense
@@ -97,9 +97,7 @@ def test_a_self_forcing_iteration_has_as_many_operations_as_torch_counts(causal,
     shape = (6, *SHAPE[1:])
     rollout = SelfForcing((1.0, 0.9, 0.6)[:steps], "renoise", shape)
     method = DMD2(DMD2Section(critic_updates=1, guidance_scale=3.0), rollout)
-    made = {
-        name: network(seed, causal=causal if name == "student" else None) for seed, name in enumerate(method.roles)
-    }
+    made = {name: network(seed, causal=causal if name == "student" else None) for seed, name in enumerate(method.roles)}
     assert counted(method, shape, causal) == pytest.approx(computed(method, shape, 2, made=made), rel=2e-3)
 
 

@@ -182,7 +182,9 @@ class _Counting:
         network.role, network.inside, network.ledger, network.learns = role, inside, ledger, False
         network.num_weights = sum(p.numel() for p in network.parameters())
         network.block_weights = sum(p.numel() for p in network.blocks[0].parameters())
-        network.blocks = nn.ModuleList(CountedBlock(role, inside, network.block_weights, ledger) for _ in network.blocks)
+        network.blocks = nn.ModuleList(
+            CountedBlock(role, inside, network.block_weights, ledger) for _ in network.blocks
+        )
         network.head = _Head(network, shape.channels * math.prod(shape.patch))
         network.requires_grad_(False)
         ledger.heads.add((shape.heads, shape.head_dim))

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
+from fewstep.config import Recipe
+from fewstep.costs.links import Links
 from fewstep.costs.sizes import Sizes
 from fewstep.costs.speed import KERNEL_S, UPDATE_BYTES, Coefficients, Machine, coefficients, own_kernels, seconds
 from fewstep.costs.states import Counts, State, counts_of, state_of
 from fewstep.costs.trace import PhaseCost, Setting, trace
-from fewstep.costs.links import Links
 from fewstep.costs.work import flops
 from fewstep.devices import DeviceKind
 
@@ -23,6 +24,8 @@ CONTEXT_GIB = 1.0
 """What CUDA, its libraries and NCCL take beside tensors."""
 SPLIT_UP = 1.05
 """The allocator holds more than tensors take, since its pieces do not fit each other."""
+EXTRA = 1.02
+"""How much faster a layout must be for each thing that it does beside the plain one."""
 CRITICS = ("teacher", "critic", "discriminator")
 """Roles of the critic group, where the student has another."""
 
@@ -51,13 +54,43 @@ class Layout:
         """In a few words."""
         shards = self.gpus // self.replicas
         first = {
-            "process": "one process" if self.gpus == 1 else f"FSDP {shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {shards}",
+            "process": "one process"
+            if self.gpus == 1
+            else f"FSDP {shards}"
+            if self.replicas == 1
+            else f"HSDP {self.replicas} x {shards}",
             "split": f"Ray split {self.critic_gpus} + {self.gpus - self.critic_gpus}" + ", overlap" * self.overlap,
             "colocated": "Ray colocated",
         }[self.engine]
         extras = [f"sequence {self.sequence}"] * (self.sequence > 1) + ["offload"] * self.offload
         extras += ["recompute"] * self.recompute
         return ", ".join([first, *extras, f"micro-batch {self.micro_batch or 'all'}"])
+
+    def overrides(self, recipe: Recipe) -> list[str]:
+        """What of the recipe's engine section this layout changes; what this version lacks is left out."""
+        wanted = {name: getattr(self, name) for name in ("replicas", "sequence", "offload", "recompute", "micro_batch")}
+        known = {name: value for name, value in wanted.items() if hasattr(recipe.engine, name)}
+        changed = {name: value for name, value in known.items() if getattr(recipe.engine, name) != value}
+        return [f"engine.{name}={'null' if v is None else str(v).lower()}" for name, v in changed.items()]
+
+    def lacks(self, recipe: Recipe) -> list[str]:
+        """What of it this version of fewstep cannot do."""
+        asked = {"sequence": self.sequence > 1, "offload": self.offload}
+        missing = [name for name, wanted in asked.items() if wanted and not hasattr(recipe.engine, name)]
+        known = str(type(recipe.engine).model_fields["name"].annotation)
+        return missing + ["ray"] * (self.engine != "process" and "ray" not in known)
+
+    @property
+    def extras(self) -> int:
+        """How many things it does beside the plain one."""
+        ray = 2 * (self.engine != "process")
+        return ray + (self.sequence > 1) + self.offload + self.recompute + self.overlap + (self.replicas > 1)
+
+    def start(self) -> str:
+        """How it is started."""
+        if self.engine != "process":
+            return f", and start it as Ray groups, {self.name}"
+        return "" if self.gpus == 1 else f", and start {self.gpus} processes by torchrun"
 
 
 @dataclass(frozen=True)
@@ -197,7 +230,9 @@ class Group:
         ranks = gpus // layout.sequence
         self.rows = planner.batch // max(ranks, 1)
         self.links = Links(planner.kind, planner.host_gpus, self.shards, layout.replicas, layout.sequence)
-        self.machine = Machine(planner.kind, planner.fitted, planner.precision, planner.compile == "graphs", layout.sequence)
+        self.machine = Machine(
+            planner.kind, planner.fitted, planner.precision, planner.compile == "graphs", layout.sequence
+        )
 
     @property
     def problem(self) -> str:
@@ -372,7 +407,8 @@ def layouts(planner: Planner, gpus: int) -> Iterator[Layout]:
 
 
 def ranked(planner: Planner, gpus: int) -> list[Estimate]:
-    """Every layout that can be, the fastest that fits first, then those that do not fit, the smallest first."""
+    """Every layout that can be, the fastest that fits first, then those that do not fit, the smallest first; at the
+    end those that this version of fewstep cannot run."""
     found = {}
     for layout in layouts(planner, gpus):
         estimate = planner.estimate(layout)
@@ -381,5 +417,14 @@ def ranked(planner: Planner, gpus: int) -> list[Estimate]:
             plain = layout.micro_batch is None or layout.micro_batch < planner.batch * layout.sequence // layout.gpus
             if plain and rows:
                 found[layout] = estimate
-    order = sorted(found.values(), key=lambda e: (not e.fits, e.seconds if e.fits else e.memory_gib))
-    return order
+    recipe = planner.sizes.recipe
+
+    def order(one: Estimate) -> tuple[bool, bool, float]:
+        layout = one.layout
+        return (
+            bool(layout.lacks(recipe)),
+            not one.fits,
+            one.seconds * EXTRA**layout.extras if one.fits else one.memory_gib,
+        )
+
+    return sorted(found.values(), key=order)

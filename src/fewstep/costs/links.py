@@ -67,9 +67,7 @@ class Links:
             return 0.0
         return 5e-6 * COLLECTIVE_KERNELS * sum(count for work, count in works.items() if work.kind != "outside")
 
-    def seconds(
-        self, cost: PhaseCost, counts: Mapping[str, Counts], sizes: Mapping[str, Sized], rows: int
-    ) -> float:
+    def seconds(self, cost: PhaseCost, counts: Mapping[str, Counts], sizes: Mapping[str, Sized], rows: int) -> float:
         """Of one piece of the phase."""
         total = 0.0
         for work, count in cost.works.items():

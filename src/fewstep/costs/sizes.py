@@ -53,7 +53,9 @@ class Sizes:
     guessed: tuple[str, ...] = ()
 
 
-def sizes_of(recipe: Recipe, *, size: str | None = None, shape: Shape | None = None, find: Find = lambda _: None) -> Sizes:
+def sizes_of(
+    recipe: Recipe, *, size: str | None = None, shape: Shape | None = None, find: Find = lambda _: None
+) -> Sizes:
     """The sizes of a recipe. size: of networks whose weights are not there and whose names do not tell. shape: of a
     sample, (frames, channels, height, width). Raises UserError for what cannot be known."""
     guessed: list[str] = []
