@@ -1,4 +1,4 @@
-"""Fits the coefficients of ``fewstep plan`` to measured runs, and says how far it is from runs that it was not fitted to.
+"""Fits the coefficients of ``fewstep plan`` to measured runs, and says how far it is from others.
 
     python -m bench.calibrate_plan              the errors of the coefficients that come with fewstep
     python -m bench.calibrate_plan --fit        fits them anew and writes them
@@ -28,8 +28,9 @@ from bench import causal_wan
 from fewstep.cli.shipped import find_recipe, run_recipe
 from fewstep.config import load_recipe
 from fewstep.costs.counted import counted
+from fewstep.costs.estimate import GIB, Planner
 from fewstep.costs.kept import Inside
-from fewstep.costs.layouts import GIB, Layout, Planner
+from fewstep.costs.layouts import Layout
 from fewstep.costs.ledger import Ledger
 from fewstep.costs.sizes import sizes_of
 from fewstep.costs.speed import Coefficients, Machine, coefficients, seconds
@@ -125,7 +126,7 @@ def fit(rows: list[Row]) -> Coefficients:
     def errors(quantity: str, **tried: float) -> list[float]:
         return [math.log(predict(row, replace(fitted, **tried)) / row.measured) for row in mine[quantity]]
 
-    joined = minimize_scalar(
+    joined: Any = minimize_scalar(
         lambda value: sum(error**2 for error in errors("memory", joined=value)),
         bounds=JOINED,
         method="bounded",
@@ -212,7 +213,7 @@ def updates(work: str, joined: float) -> tuple[list[PhaseCost], dict[str, Sized]
         method: Any = Consistency(ConsistencySection())
         sizes = {"student": sized(True, True), "teacher": sized(True, False)}
     else:
-        rollout = SelfForcing.of(SamplingSection(steps=4, shift=5.0), SHAPE, CausalSection(block_frames=3))
+        rollout: Any = SelfForcing.of(SamplingSection(steps=4, shift=5.0), SHAPE, CausalSection(block_frames=3))
         method = DMD2(DMD2Section(critic_updates=1, guidance_scale=4.0), rollout)
         sizes = {"student": sized(True, True), "teacher": sized(False, False), "critic": sized(False, True)}
     compiled = frozenset(name for name, size in sizes.items() if size.section.causal is None)  # type: ignore[union-attr]

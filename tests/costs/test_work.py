@@ -83,7 +83,7 @@ IMAGES = [case for case in CASES if "streams" not in case]
 
 @pytest.mark.parametrize("case", IMAGES)
 def test_an_iteration_has_as_many_operations_as_torch_counts(case):
-    """Bidirectional networks, diffusion forcing, teacher forcing, guidance, the adversarial term, gradients to inputs."""
+    """Bidirectional networks, diffusion and teacher forcing, guidance, the adversarial term, gradients to inputs."""
     method = CASES[case]()
     shape = (3, *SHAPE[1:]) if needs_clips(method) else SHAPE
     rows = 6 if method.row_parts == 3 else BATCH

@@ -40,7 +40,8 @@ def plan(
     instead of computing. Times are estimates, fitted to measured runs; docs/scaling.md says how far they are off.
     """
     from fewstep.config import load_recipe
-    from fewstep.costs.layouts import Planner, ranked
+    from fewstep.costs.estimate import Planner
+    from fewstep.costs.layouts import ranked
     from fewstep.costs.sizes import sizes_of
     from fewstep.costs.told import as_plain, best_rows, layout_rows, phase_rows
     from fewstep.devices import kind_of
@@ -52,8 +53,8 @@ def plan(
     found = ranked(planner, gpus)
     if not found:
         raise UserError(
-            f"--gpus {gpus}: a batch of {loaded.data.batch} does not divide among so many ranks; write a number of GPUs "
-            "that divides data.batch, or another data.batch"
+            f"--gpus {gpus}: a batch of {loaded.data.batch} does not divide among so many ranks; write a number of "
+            "GPUs that divides data.batch, or another data.batch"
         )
     if as_json:
         typer.echo(json.dumps(as_plain(planner, found), indent=1))

@@ -163,9 +163,9 @@ class _Head(nn.Module):
 
     def forward(self, tokens: Tensor, time: Tensor) -> Tensor:
         """Keeps the tokens in float32 three times."""
-        b, f, s, d = tokens.shape
+        b, f, s, _ = tokens.shape
         linear = 2.0 * tokens.numel() * self._numel
-        network = self._network[0]
+        network: Any = self._network[0]
         network.outside(b, f * s, linear, linear * (1 + network.learns) if tokens.requires_grad else 0.0)
         return through(tokens, network.ledger, (b, f, s, self._numel), torch.float32, 12.0 * tokens.numel())
 

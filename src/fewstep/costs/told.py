@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fewstep.costs.layouts import CONTEXT_GIB, GIB, SPLIT_UP, Estimate, PhaseEstimate, Planner
+from fewstep.costs.estimate import CONTEXT_GIB, GIB, SPLIT_UP, Estimate, PhaseEstimate, Planner
 
 
 def layout_rows(planner: Planner, found: Sequence[Estimate]) -> Iterator[tuple[str, ...]]:

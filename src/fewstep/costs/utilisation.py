@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from fewstep.costs.layouts import Planner
+from fewstep.costs.estimate import Planner
 from fewstep.costs.sizes import sizes_of_plan
 from fewstep.devices import kind_titled
 from fewstep.prepare import Plan

@@ -103,8 +103,8 @@ TRAFFIC = {
     (True, True): (208.0, 12.0),
 }
 """Bytes that a block moves for one token beside its matrix products, by (compiled, backward): for each of the network's
-width, and of its feed-forward layer's. Counted from the block's operations in bfloat16, norms, positions and residual sums in
-float32: each operation by itself reads and writes memory, compiled ones are joined."""
+width, and of its feed-forward layer's. Counted from the block's operations in bfloat16, with norms, positions and
+residual sums in float32: each operation by itself reads and writes memory, compiled ones are joined."""
 
 KERNELS = {(False, False): 80, (False, True): 170, (True, False): 26, (True, True): 60}
 """Kernels of a block, counted in the same way; of compiled blocks with what the host does around each of them."""

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Stopwatch:
         if self.device.type == "cuda" and marks:
             marks[-1][1].synchronize()
         found: dict[str, float] = {}
-        for (kind, begin), (_, end) in zip(marks, marks[1:], strict=False):
+        for (kind, begin), (_, end) in pairwise(marks):
             if kind is not None:
                 took_s = begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
                 found[kind] = found.get(kind, 0.0) + took_s / iterations
@@ -71,7 +72,7 @@ def memory_of_roles(
 ) -> dict[str, float]:
     """Of every role on this rank, in MiB: its weights, and of a trained one the moments and, for the student, the
     average. A role that is another one seen differently has none of its own."""
-    owners = {id(role.network): name for name, role in reversed(roles.items())}
+    owners = {id(role.network): name for name, role in reversed(list(roles.items()))}
     found = {
         f"{name}/weights_mib": mib(role.network.parameters())
         for name, role in roles.items()

@@ -108,8 +108,8 @@ class Observer:
     def phase(self, name: str) -> Iterator[None]:
         """``validation`` or ``checkpoint``: shown in the progress line and not counted as training time.
 
-        What was collected is written first, so that a run resumed from that checkpoint has lost no row. How long it took
-        stands in the next row of training.
+        What was collected is written first, so that a run resumed from that checkpoint has lost no row. How long it
+        took stands in the next row of training.
         """
         self.flush()
         began = time.perf_counter()

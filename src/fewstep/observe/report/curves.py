@@ -64,7 +64,10 @@ def split(name: str) -> tuple[str, str, str]:
 
 
 def charts_by_group(rows: Iterable[Row], over: str = "iteration") -> dict[str, list[Chart]]:
-    """The charts of every group of metrics, roles first; counters and sizes are left out. ``over``: ``iteration`` or ``time``."""
+    """The charts of every group of metrics, roles first; counters and sizes are left out.
+
+    over: ``iteration`` or ``time``.
+    """
     lines: dict[str, dict[str, dict[str, Points]]] = {}
     for row in rows:
         x = row.time_s if over == "time" else float(row.iteration)
