@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from fewstep.costs.counted import counted
 from fewstep.costs.estimate import GIB, Planner
 from fewstep.costs.kept import Inside
 from fewstep.costs.layouts import Layout
-from fewstep.costs.ledger import Ledger
+from fewstep.costs.ledger import Held, Ledger
 from fewstep.costs.sizes import sizes_of
 from fewstep.costs.speed import Coefficients, Machine, coefficients, seconds
 from fewstep.costs.states import counts_of, state_of
@@ -167,9 +167,9 @@ def kernel(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, float]
 class CountedBench(causal_wan.Bench):
     """The bench of single calls, on networks that count."""
 
-    def __init__(self, joined: float):
+    def __init__(self) -> None:
         self.options = argparse.Namespace(size="1.3B", frames=SHAPE[0], height=SHAPE[2], width=SHAPE[3])
-        self.device, self.ledger, self.joined = torch.device("meta"), Ledger(), joined
+        self.device, self.ledger = torch.device("meta"), Ledger()
         self.architecture, self.frame_tokens = self.section().architecture, FRAME_TOKENS
         self.x_t = torch.empty((1, *SHAPE), device="meta")
         self.cond = EmbeddingCond(torch.empty((1, TEXT, self.architecture.text_dim), device="meta"))
@@ -177,28 +177,33 @@ class CountedBench(causal_wan.Bench):
 
     def role(self, trained: bool = False, **causal: Any) -> CountedRole:
         self.trained = trained
-        inside = Inside(self.architecture, torch.bfloat16, trained, trained, True, self.joined)
+        inside = Inside(self.architecture, torch.bfloat16, trained, trained, True)
         self.network = counted(self.section(**causal), "student", inside, self.ledger)
         self.network.learn(trained)
         return CountedRole("student", self.network, torch.bfloat16)
 
 
 @cache
-def called(work: str, joined: float) -> tuple[Counter[Work], float]:
-    """What one call of the bench asks for, and the bytes of its tensors."""
-    bench = CountedBench(joined)
+def called(work: str) -> tuple[Counter[Work], float, list[Held]]:
+    """What one call of the bench asks for, the bytes that are there before, and the moments of most memory."""
+    bench = CountedBench()
     with bench.ledger:
         call, _ = causal_wan.WORK[work](bench)
         bench.ledger.begin()
         call()
     kept = state_of("teacher", bench.network.num_weights, bench.trained, torch.bfloat16)
-    peak = max(held.activations + held.whole for held in bench.ledger.peaks)
-    return bench.ledger.works, kept.weights + kept.gradients + 4 * bench.network.block_weights * bench.trained + peak
+    before = kept.weights + kept.gradients + 4 * bench.network.block_weights * bench.trained
+    return bench.ledger.works, before, [peak._replace(cut=0) for peak in bench.ledger.peaks]
 
 
 def call(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, float]:
-    works, held = called(spec["work"], fitted.joined)
-    return max(seconds(works, Machine(H200, fitted))), held / GIB
+    works, before, peaks = called(spec["work"])
+    return max(seconds(works, Machine(H200, fitted))), (before + most(peaks, fitted)) / GIB
+
+
+def most(peaks: Iterable[Held], fitted: Coefficients) -> float:
+    """Bytes at the peak, of one row on one GPU."""
+    return max(held.activations + fitted.joined * held.joined + held.cut + held.whole for held in peaks)
 
 
 def sized(causal: bool, trained: bool) -> Sized:
@@ -207,7 +212,7 @@ def sized(causal: bool, trained: bool) -> Sized:
 
 
 @cache
-def updates(work: str, joined: float) -> tuple[list[PhaseCost], dict[str, Sized]]:
+def updates(work: str) -> tuple[list[PhaseCost], dict[str, Sized]]:
     """The phases of the bench of methods: causal networks as they are, bidirectional ones compiled."""
     if work == "consistency":
         method: Any = Consistency(ConsistencySection())
@@ -217,11 +222,11 @@ def updates(work: str, joined: float) -> tuple[list[PhaseCost], dict[str, Sized]
         method = DMD2(DMD2Section(critic_updates=1, guidance_scale=4.0), rollout)
         sizes = {"student": sized(True, True), "teacher": sized(False, False), "critic": sized(False, True)}
     compiled = frozenset(name for name, size in sizes.items() if size.section.causal is None)  # type: ignore[union-attr]
-    return trace(method, sizes, SHAPE, Setting(recompute=True, compiled=compiled, joined=joined)), sizes
+    return trace(method, sizes, SHAPE, Setting(recompute=True, compiled=compiled)), sizes
 
 
 @cache
-def trajectories() -> tuple[Counter[Work], float]:
+def trajectories() -> tuple[Counter[Work], float, list[Held]]:
     """Of a clip of 48 steps of a guided causal teacher."""
     ledger = Ledger()
     section = sized(True, False).section
@@ -234,33 +239,31 @@ def trajectories() -> tuple[Counter[Work], float]:
         TeacherODE(48, 5.0, (1.0,), 6.0)(
             CountedRole("teacher", network, torch.bfloat16), batch, Stopping(0, "", 0, key)
         )
-    peak = max(held.activations + held.whole for held in ledger.peaks)
-    return ledger.works, 2 * network.num_weights + peak
+    return ledger.works, 2.0 * network.num_weights, ledger.peaks
 
 
 def update(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, float]:
     machine = Machine(H200, fitted)
     if spec["work"] == "ode-data":
-        works, held = trajectories()
-        return max(seconds(works, machine)), held / GIB
-    phases, sizes = updates("consistency" if spec["work"] == "consistency" else "self-forcing", fitted.joined)
+        works, before, peaks = trajectories()
+        return max(seconds(works, machine)), (before + most(peaks, fitted)) / GIB
+    phases, sizes = updates("consistency" if spec["work"] == "consistency" else "self-forcing")
     wanted = {"consistency": ("pair", "target", "student"), "rollout": ("rollout",), "critic": ("rollout", "critic")}
     names = wanted.get(spec["work"], ("rollout", "scores", "student"))
     spent = sum(max(seconds(phase.works, machine)) for phase in phases if phase.name in names)
     counts = counts_of(sizes)
     kept = sum(state_of(name, counts[name].all, size.trained, torch.bfloat16).kept for name, size in sizes.items())
-    peak = max(sum(held) for phase in phases for held in phase.peaks)
-    return spent, (kept + peak) / GIB
+    return spent, (kept + most((held for phase in phases for held in phase.peaks), fitted)) / GIB
 
 
 @cache
-def planner(recipe: str, overrides: tuple[str, ...], joined: float) -> Planner:
+def planner(recipe: str, overrides: tuple[str, ...]) -> Planner:
     loaded = load_recipe(find_recipe(recipe), list(overrides))
-    return Planner(sizes_of(loaded, find=run_recipe), H200, fitted=replace(coefficients(), joined=joined))
+    return Planner(sizes_of(loaded, find=run_recipe), H200)
 
 
 def iteration(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, float]:
-    plan = planner(spec["recipe"], tuple(spec["overrides"]), fitted.joined)
+    plan = planner(spec["recipe"], tuple(spec["overrides"]))
     plan.fitted, plan.slower_host = fitted, spec.get("slower_host", 1.0)
     engine = plan.sizes.recipe.engine
     found = plan.estimate(Layout(spec.get("gpus", 1), recompute=engine.recompute, micro_batch=engine.micro_batch))

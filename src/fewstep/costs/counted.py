@@ -89,7 +89,8 @@ class CountedBlock(nn.Module):
         """The forward pass."""
         self.ledger.add(work)
         made = self.keys_values(work.rows, work.tokens)
-        self.ledger.spike(work.rows * self.inside.forward(work.tokens, work.keys - work.tokens))
+        spike = work.rows * self.inside.forward(work.tokens, work.keys - work.tokens)
+        self.ledger.spike(spike, self.inside.part)
         return torch.empty(tokens.shape, dtype=tokens.dtype, device="meta"), made
 
     def keys_values(self, rows: int, tokens: int) -> KeyValue:
@@ -120,7 +121,7 @@ class _Differentiable(torch.autograd.Function):
             ctx.save_for_backward(tokens)
         else:
             ctx.save_for_backward(*made)
-            ctx.kept = block.ledger.hold(work.rows * block.inside.kept(work.tokens))
+            ctx.kept = block.ledger.hold(work.rows * block.inside.kept(work.tokens), block.inside.part)
         return after, *made
 
     @staticmethod
@@ -129,11 +130,12 @@ class _Differentiable(torch.autograd.Function):
         inside, ledger = block.inside, block.ledger
         if inside.recompute:
             ctx.copy = block.copy_of_weights()
-            ctx.kept = ledger.hold(work.rows * inside.kept(work.tokens)), block.keys_values(work.rows, work.tokens)
+            kept = ledger.hold(work.rows * inside.kept(work.tokens), inside.part)
+            ctx.kept = kept, block.keys_values(work.rows, work.tokens)
             ledger.add(replace(work, again=True))
         ledger.add(replace(work, backward=True, weights=block.learns))
         found = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
-        ledger.spike(work.rows * inside.backward(work.tokens, work.keys - work.tokens))
+        ledger.spike(work.rows * inside.backward(work.tokens, work.keys - work.tokens), inside.part)
         block.take_gradient()
         ctx.kept = ctx.copy = None
         return found, None, None, None, None

@@ -104,7 +104,7 @@ class Planner:
         if recompute not in self._traces:
             sizes = self.sizes
             compiled = frozenset(sizes.roles if self.compile else ())
-            setting = Setting(self.precision, recompute, compiled, self.fitted.joined)
+            setting = Setting(self.precision, recompute, compiled)
             self._traces[recompute] = trace(sizes.method, sizes.roles, sizes.shape, setting, text=sizes.text)
         return self._traces[recompute]
 
@@ -229,7 +229,7 @@ class Group:
         whole = sum(self.states[name].gradients for name in cost.trains) if pieces > 1 else 0.0
         found = []
         for held in cost.peaks or ():
-            activations = held.activations * rows / layout.sequence
+            activations = (held.activations + planner.fitted.joined * held.joined) * rows / layout.sequence
             gradients = max(held.cut / self.shards, whole)
             found.append((activations + gradients + held.whole, activations, gradients, held.whole))
         _, activations, gradients, copies = max(found, default=(0.0, 0.0, 0.0, 0.0))

@@ -32,14 +32,18 @@ BACKWARD = (8, 4)
 
 @dataclass(frozen=True)
 class Inside:
-    """How blocks of one role run. joined: by how much what compiled blocks take differs from what is counted here."""
+    """How blocks of one role run."""
 
     shape: Architecture
     precision: torch.dtype
     trained: bool
     recompute: bool
     compiled: bool = False
-    joined: float = 1.0
+
+    @property
+    def part(self) -> str:
+        """The part of what is held (``ledger.Held``) to which it belongs."""
+        return "joined" if self.compiled else "activations"
 
     def kept(self, tokens: int) -> float:
         """For the backward pass."""
@@ -57,8 +61,7 @@ class Inside:
 
     def _bytes(self, per_token: tuple[int, int], tokens: int) -> float:
         wide, hidden = per_token
-        found = float(tokens * (wide * self.shape.dim + hidden * self.shape.ffn_dim))
-        return found * self.joined if self.compiled else found
+        return float(tokens * (wide * self.shape.dim + hidden * self.shape.ffn_dim))
 
     def _past(self, tokens: int, past: int) -> float:
         return 2.0 * self.precision.itemsize * self.shape.dim * (tokens + past) if past else 0.0

@@ -24,11 +24,13 @@ from fewstep.costs.work import Work
 class Held(NamedTuple):
     """Bytes that are there at one moment, for one row.
 
-    activations: what grows with the rows, histories among them. cut: gradients, and second sets of weights, which are
-    divided among the ranks. whole: copies of weights that every rank has.
+    activations: what grows with the rows, histories among them. joined: the same inside compiled blocks, by a count
+    that a coefficient corrects. cut: gradients, and second sets of weights, which are divided among the ranks. whole:
+    copies of weights that every rank has.
     """
 
     activations: int
+    joined: int = 0
     cut: int = 0
     whole: int = 0
 
@@ -53,7 +55,7 @@ class Ledger(TorchDispatchMode):
         """Tensors of random numbers."""
         self.heads: set[tuple[int, ...]] = set()
         """(heads, width of a head) of the networks, by which keys and values are known."""
-        self._now = {"activations": 0, "cut": 0, "whole": 0, "history": 0}
+        self._now = {"activations": 0, "joined": 0, "cut": 0, "whole": 0, "history": 0}
         self._part = "activations"
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -84,9 +86,11 @@ class Ledger(TorchDispatchMode):
         finally:
             self._part = before
 
-    def spike(self, num_bytes: float) -> None:
+    def spike(self, num_bytes: float, part: str = "activations") -> None:
         """Memory that is there for a moment, beside what is held."""
-        self._look(math.ceil(num_bytes))
+        self._now[part] += math.ceil(num_bytes)
+        self._look()
+        self._now[part] -= math.ceil(num_bytes)
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -105,9 +109,9 @@ class Ledger(TorchDispatchMode):
         for name in parts:
             now[name] += size
         self.history = max(self.history, now["history"])
-        self._look(0)
+        self._look()
 
-    def _look(self, extra: int) -> None:
-        here = Held(self._now["activations"] + extra, self._now["cut"], self._now["whole"])
+    def _look(self) -> None:
+        here = Held(*(self._now[part] for part in Held._fields))
         if not any(peak.covers(here) for peak in self.peaks):
             self.peaks = [peak for peak in self.peaks if not here.covers(peak)] + [here]

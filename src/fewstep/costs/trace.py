@@ -49,8 +49,6 @@ class Setting:
     recompute: bool = False
     compiled: frozenset[str] = frozenset()
     """Roles whose blocks are compiled."""
-    joined: float = 1.0
-    """By how much the memory inside compiled blocks differs from the count."""
 
 
 @dataclass
@@ -223,7 +221,7 @@ def networks_of(sizes: Mapping[str, Sized], setting: Setting, ledger: Ledger) ->
     for name, size in sizes.items():
         if size.section is not None:
             shape, compiled = size.section.architecture, name in setting.compiled
-            inside = Inside(shape, setting.precision, size.trained, setting.recompute, compiled, setting.joined)
+            inside = Inside(shape, setting.precision, size.trained, setting.recompute, compiled)
             made[name] = counted(size.section, name, inside, ledger)
     for name, size in sizes.items():
         if size.section is None:
