@@ -212,8 +212,9 @@ def sized(causal: bool, trained: bool) -> Sized:
 
 
 @cache
-def updates(work: str) -> tuple[list[PhaseCost], dict[str, Sized]]:
-    """The phases of the bench of methods: causal networks as they are, bidirectional ones compiled."""
+def updates(work: str) -> tuple[list[PhaseCost], float]:
+    """The phases of the bench of methods, causal networks as they are, bidirectional ones compiled; and the bytes of all
+    roles between them."""
     if work == "consistency":
         method: Any = Consistency(ConsistencySection())
         sizes = {"student": sized(True, True), "teacher": sized(True, False)}
@@ -222,7 +223,9 @@ def updates(work: str) -> tuple[list[PhaseCost], dict[str, Sized]]:
         method = DMD2(DMD2Section(critic_updates=1, guidance_scale=4.0), rollout)
         sizes = {"student": sized(True, True), "teacher": sized(False, False), "critic": sized(False, True)}
     compiled = frozenset(name for name, size in sizes.items() if size.section.causal is None)  # type: ignore[union-attr]
-    return trace(method, sizes, SHAPE, Setting(recompute=True, compiled=compiled)), sizes
+    counts = counts_of(sizes)
+    kept = sum(state_of(name, counts[name].all, size.trained, torch.bfloat16).kept for name, size in sizes.items())
+    return trace(method, sizes, SHAPE, Setting(recompute=True, compiled=compiled)), kept
 
 
 @cache
@@ -247,12 +250,10 @@ def update(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, float]
     if spec["work"] == "ode-data":
         works, before, peaks = trajectories()
         return max(seconds(works, machine)), (before + most(peaks, fitted)) / GIB
-    phases, sizes = updates("consistency" if spec["work"] == "consistency" else "self-forcing")
+    phases, kept = updates("consistency" if spec["work"] == "consistency" else "self-forcing")
     wanted = {"consistency": ("pair", "target", "student"), "rollout": ("rollout",), "critic": ("rollout", "critic")}
     names = wanted.get(spec["work"], ("rollout", "scores", "student"))
     spent = sum(max(seconds(phase.works, machine)) for phase in phases if phase.name in names)
-    counts = counts_of(sizes)
-    kept = sum(state_of(name, counts[name].all, size.trained, torch.bfloat16).kept for name, size in sizes.items())
     return spent, (kept + most((held for phase in phases for held in phase.peaks), fitted)) / GIB
 
 
