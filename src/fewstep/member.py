@@ -48,6 +48,10 @@ class Member:
         """All phases of one iteration; its metrics are still on the device."""
         return self.engine.run(iteration)
 
+    def gauges(self) -> dict[str, float]:
+        """Times of phases and memory since the last call."""
+        return self.engine.gauges()
+
     def validate(self, iteration: int) -> Mapping[str, float]:
         """Results of the averaged student; every process that holds a part of it calls this."""
         assert self._check is not None

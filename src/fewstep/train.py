@@ -24,6 +24,7 @@ from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import load_checkpoint, newest_complete
 from fewstep.config import Recipe, dump_recipe
+from fewstep.costs.utilisation import full_speed
 from fewstep.engines.health import Health, examine, refuse_full_disk
 from fewstep.engines.mesh import Mesh, RankError, join
 from fewstep.engines.ray.driver import Driver
@@ -79,6 +80,8 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
             while iteration < recipe.iterations and not agreed(stop.asked):
                 metrics = trainer.run(iteration)
                 iteration += 1
+                if iteration % recipe.observe.every == 0:
+                    metrics |= trainer.gauges()
                 observer.train(iteration, metrics, recipe.data.batch)
                 saver.check()
                 if is_saved(recipe, iteration):
@@ -151,6 +154,7 @@ def observe(plan: Plan, run: RunFolder, iteration: int, time_s: float, health: s
         recipe=recipe.model_dump(mode="json"),
         iteration=iteration,
         time_s=time_s,
+        full_speed=full_speed(plan),
     )
 
 

@@ -15,6 +15,7 @@ from fewstep.cli.demo_video import demo_video
 from fewstep.cli.doctor import doctor
 from fewstep.cli.evaluate import evaluate
 from fewstep.cli.export import export
+from fewstep.cli.plan import plan
 from fewstep.cli.report import report
 from fewstep.cli.sample import sample
 from fewstep.cli.stream import stream
@@ -55,6 +56,7 @@ def fewstep(
 COMMANDS = {
     "demo": demo,
     "demo-video": demo_video,
+    "plan": plan,
     "train": train,
     "trajectories": trajectories,
     "sample": sample,

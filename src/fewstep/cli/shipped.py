@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fewstep
 from fewstep.errors import UserError
+
+if TYPE_CHECKING:
+    from fewstep.config import Recipe
 
 
 def recipes_folder() -> Path:
@@ -35,3 +39,13 @@ def find_recipe(name: str) -> Path:
     close = difflib.get_close_matches(known, shipped, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"the shipped ones are {', '.join(shipped)}"
     raise UserError(f"{name}: there is no such recipe file, and no shipped recipe of that name; {hint}")
+
+
+def run_recipe(run: str) -> Recipe | None:
+    """The shipped recipe whose run has this name; None if no recipe makes it."""
+    from fewstep.config import load_recipe
+
+    for path in shipped_recipes().values():
+        if f"\nname: {run}\n" in path.read_text():
+            return load_recipe(path)
+    return None

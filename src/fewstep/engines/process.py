@@ -17,6 +17,7 @@ from fewstep.data.batches import BatchSource
 from fewstep.engines.mesh import Mesh
 from fewstep.engines.offload import Sleeper, keep_awake
 from fewstep.engines.roles import Role
+from fewstep.engines.stopwatch import Stopwatch, memory, memory_of_roles, phase_times
 from fewstep.methods.api import Method, Phase
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
@@ -65,6 +66,8 @@ class ProcessEngine:
         self.carries: dict[int, Carry] = {}
         """What the next iteration goes on from, by batch."""
         self._under_way: dict[int, Made] = {}
+        self.device = next(next(iter(roles.values())).network.parameters()).device
+        self.watch = Stopwatch(self.device)
 
     def run(self, iteration: int) -> dict[str, Tensor]:
         """All phases of one iteration. Metrics stay on the device: means over the iteration, of counters the last."""
@@ -82,12 +85,14 @@ class ProcessEngine:
             torch.compiler.cudagraph_mark_step_begin()
         made = self._under_way.setdefault(iteration, Made())
         if phase.batch not in made.batches:
+            self.watch.lap("data")
             made.batches[phase.batch] = self.batches.batch(iteration, phase.batch)
         batch, record = made.batches[phase.batch], None
         records = made.records | dict(foreign or {})
         for name, other in (foreign or {}).items():
             if not torch.equal(other.key, batch.key):
                 raise RuntimeError(f"the record '{name}' for phase '{phase.name}' is not of the rows of its batch")
+        self.watch.lap(phase.name.partition(".")[0])
         self._ready(phase)
         if phase.gives:
             record = self._record(phase, iteration, batch, records)
@@ -101,16 +106,23 @@ class ProcessEngine:
             report = self._train(phase, iteration, batch, records)
         for name, value in report.items():
             made.metrics.setdefault(name, []).append(value)
+        self.watch.lap(None)
         return record
 
     def finish(self, iteration: int) -> dict[str, Tensor]:
         """Ends an iteration whose phases are done, and returns its metrics as :meth:`run` does."""
         made = self._under_way.pop(iteration, Made())
+        self.watch.iterations += 1
         self.carries = {slot: carry for slot, carry in made.carries.items() if carry is not None}
         return {
             name: values[-1] if name.endswith(("/lr", "/updates", "/skipped")) else torch.stack(values).mean()
             for name, values in made.metrics.items()
         }
+
+    def gauges(self) -> dict[str, float]:
+        """Seconds of each kind of phase in an iteration since the last call, and memory; waits for the device."""
+        sizes = memory_of_roles(self.roles, self.optimizers, self.ema)
+        return phase_times(self.watch) | memory(self.device) | sizes
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The weights and the optimizer of every trained role, the EMA, and the carries where there are any."""

@@ -1,7 +1,8 @@
 """Rows of metrics: collected on the device at every iteration, fetched together when a row is written.
 
 Names carry the role before a slash and the place after a dot: ``critic/loss``, ``student/grad_norm``,
-``latents/std.stop0``, ``validation/frechet.steps4``, ``samples_per_s``.
+``latents/std.stop0``, ``validation/frechet.steps4``, ``phase/time_s.rollout``, ``student/weights_mib``,
+``samples_per_s``, ``mfu``.
 """
 
 from __future__ import annotations
@@ -67,10 +68,14 @@ class TrainingClock:
 
 
 class MetricBuffer:
-    """Metrics since the last row. :meth:`add` never waits for a device; :meth:`flush` does so once per device."""
+    """Metrics since the last row. :meth:`add` never waits for a device; :meth:`flush` does so once per device.
 
-    def __init__(self, clock: TrainingClock):
-        self._clock = clock
+    full_speed: samples per second at which the devices would do nothing but the model's operations, at their peak;
+    None where that is not known.
+    """
+
+    def __init__(self, clock: TrainingClock, full_speed: float | None = None):
+        self._clock, self._full_speed = clock, full_speed
         self._start(0)
 
     def add(self, iteration: int, values: Mapping[str, Tensor | float | int], num_samples: int = 0) -> None:
@@ -93,7 +98,8 @@ class MetricBuffer:
                 self._values.setdefault(name, []).append(value)
 
     def flush(self) -> Row | None:
-        """One row of everything since the last one, with ``samples_per_s`` over that time; None if there is nothing."""
+        """One row of everything since the last one, with ``samples_per_s`` over that time and ``mfu``, the share of the
+        full speed that it is; None if there is nothing."""
         if not self._values and not self._num_samples:
             return None
         names = [name for name, values in self._values.items() for _ in values]
@@ -105,6 +111,8 @@ class MetricBuffer:
         elapsed_s = self._clock.elapsed_s
         if self._num_samples and elapsed_s > self._since_s:
             row_values["samples_per_s"] = self._num_samples / (elapsed_s - self._since_s)
+            if self._full_speed:
+                row_values["mfu"] = row_values["samples_per_s"] / self._full_speed
         row = Row("train", self._iteration, elapsed_s, row_values)
         self._start(self._iteration)
         return row

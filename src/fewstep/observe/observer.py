@@ -23,7 +23,8 @@ class Observer:
     """Records a run in its folder.
 
     recipe: the resolved recipe as plain values, for trackers. iteration, time_s: where this process begins, 0 for a new
-    run; what the folder holds of later iterations is superseded, not deleted.
+    run; what the folder holds of later iterations is superseded, not deleted. full_speed: samples per second at the
+    devices' peak, by which ``mfu`` is measured.
     The packages that the section needs are there (``missing_packages``).
     """
 
@@ -37,6 +38,7 @@ class Observer:
         recipe: Mapping[str, Any],
         iteration: int = 0,
         time_s: float = 0.0,
+        full_speed: float | None = None,
         console: Console | None = None,
     ):
         self.section, self.run_folder = section, run_folder
@@ -44,7 +46,8 @@ class Observer:
         earlier = read_rows(path) if path.exists() else []
         self.clock = TrainingClock(time_s)
         self._iteration, self._report_after = iteration, 0.0
-        self._buffer = MetricBuffer(self.clock)
+        self._buffer = MetricBuffer(self.clock, full_speed)
+        self._apart: dict[str, float] = {}
         known = [row for row in earlier if row.iteration <= iteration]
         self._alarms = (LatentAlarm(known), SkipAlarm(known))
         self._validated = {row.iteration for row in known if row.kind == "validation"}
@@ -60,7 +63,8 @@ class Observer:
     def train(self, iteration: int, values: Mapping[str, Tensor | float | int], num_samples: int = 0) -> None:
         """The metrics of one iteration. Waits for the device only at multiples of ``observe.every``."""
         self._iteration = iteration
-        self._buffer.add(iteration, values, num_samples)
+        self._buffer.add(iteration, {**values, **self._apart}, num_samples)
+        self._apart = {}
         if iteration % self.section.every == 0:
             self.flush()
         else:
@@ -104,12 +108,15 @@ class Observer:
     def phase(self, name: str) -> Iterator[None]:
         """``validation`` or ``checkpoint``: shown in the progress line and not counted as training time.
 
-        What was collected is written first, so that a run resumed from that checkpoint has lost no row.
+        What was collected is written first, so that a run resumed from that checkpoint has lost no row. How long it
+        took stands in the next row of training.
         """
         self.flush()
+        began = time.perf_counter()
         with self.clock.paused():
             self.progress.phase(name)
             yield
+        self._apart[f"phase/time_s.{name}"] = time.perf_counter() - began
 
     def report(self) -> Path | None:
         """Writes the report; a failure is a warning, since training must outlive it."""

@@ -74,6 +74,14 @@ class Driver:
             metrics |= imported().get(next(iter(calls)))
         return metrics
 
+    def gauges(self) -> dict[str, float]:
+        """Times of phases and memory, of the first worker of each group since the last call."""
+        found: dict[str, float] = {}
+        for group in self._workers:
+            for name, value in self._ask(group, "gauges")[0].items():
+                found[name] = max(value, found.get(name, 0.0))
+        return found
+
     def validate(self, iteration: int) -> dict[str, float]:
         """Results of the averaged student, by the group that has it."""
         return self._ask(self._student, "validate", iteration)[0]

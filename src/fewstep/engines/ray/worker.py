@@ -105,6 +105,11 @@ class Worker:
             waited_s, self._waited_s = self._waited_s, 0.0
             return metrics | {f"{self.name}/waiting_s": waited_s}
 
+    def gauges(self) -> dict[str, float]:
+        """Times of phases and memory since the last call."""
+        with self._call("reading the gauges"):
+            return self._engine.gauges()
+
     def validate(self, iteration: int) -> dict[str, float]:
         with self._call(f"the validation at iteration {iteration}"):
             return {name: float(value) for name, value in self._the_share.validate(iteration).items()}

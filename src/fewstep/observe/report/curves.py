@@ -23,11 +23,17 @@ _TITLES = {
     "mean": "mean of the student's latents",
     "std": "std of the student's latents",
     "samples_per_s": "samples per second",
+    "mfu": "share of the GPU's peak (MFU)",
+    "time_s": "seconds of each kind of phase",
+    "allocated_mib": "memory now, MiB",
+    "peak_mib": "memory at most, MiB",
 }
 _NOTES = {
     "frechet": "Lower is better. Training time leaves out validation and checkpoints.",
     "mean": "A warning is given when a mean moves by more than half a std from its first value.",
     "std": "A warning is given when a std leaves half to twice its first value.",
+    "time_s": "In an iteration; checkpoint and validation, one each.",
+    "mfu": "Operations of the networks, nothing counted twice, against the peak in bfloat16.",
 }
 _ORDER = (
     "loss",
@@ -44,6 +50,7 @@ _ORDER = (
     "std",
 )
 _COUNTERS = ("updates", "skipped")
+_IN_TABLES = ("weights_mib", "optimizer_mib", "ema_mib")
 
 Points = list[tuple[float, float]]
 
@@ -57,13 +64,16 @@ def split(name: str) -> tuple[str, str, str]:
 
 
 def charts_by_group(rows: Iterable[Row], over: str = "iteration") -> dict[str, list[Chart]]:
-    """The charts of every group of metrics, roles first; counters are left out. ``over``: ``iteration`` or ``time``."""
+    """The charts of every group of metrics, roles first; counters and sizes are left out.
+
+    over: ``iteration`` or ``time``.
+    """
     lines: dict[str, dict[str, dict[str, Points]]] = {}
     for row in rows:
         x = row.time_s if over == "time" else float(row.iteration)
         for name, value in row.values.items():
             group, metric, place = split(name)
-            if metric not in _COUNTERS:
+            if metric not in (*_COUNTERS, *_IN_TABLES):
                 lines.setdefault(group, {}).setdefault(metric, {}).setdefault(place, []).append((x, value))
     groups = sorted(lines, key=lambda group: (ROLES.index(group) if group in ROLES else len(ROLES), group))
     return {group: [_chart(group, metric, lines[group], over) for metric in _sorted(lines[group])] for group in groups}
@@ -87,13 +97,13 @@ def _chart(group: str, metric: str, metrics: dict[str, dict[str, Points]], over:
         for rank, place in enumerate(sorted(places, key=_natural))
     ]
     title = _TITLES.get(metric, metric.replace("_", " "))
-    return Chart(title, series, over, note, _width(group, metric), linear=metric in ("lr", "samples_per_s"))
+    return Chart(title, series, over, note, _width(group, metric), linear=metric in ("lr", "samples_per_s", "mfu"))
 
 
 def _width(group: str, metric: str) -> str:
     if metric == "frechet":
         return "full"
-    return "half" if group in ("validation", "latents") else "third"
+    return "half" if group in ("validation", "latents", "phase") else "third"
 
 
 def _by_gradient(metrics: Iterable[str]) -> bool:

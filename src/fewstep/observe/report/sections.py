@@ -12,7 +12,7 @@ from fewstep.observe.report.charts import Chart, draw
 from fewstep.observe.report.contents import Contents, Grid
 from fewstep.observe.report.curves import ROLES, charts_by_group, counters
 from fewstep.observe.report.images import Image
-from fewstep.observe.report.table import evaluation_table
+from fewstep.observe.report.table import evaluation_table, memory_table
 from fewstep.observe.wording import duration, number
 
 _SMALL_SIDE = 640
@@ -145,7 +145,7 @@ def latents_section(contents: Contents) -> str:
 def other_section(contents: Contents) -> str:
     groups = contents.training_charts
     charts = [chart for group, found in groups.items() if group not in (*ROLES, "latents") for chart in found]
-    return _charts(charts) if charts else ""
+    return (_charts(charts) if charts else "") + memory_table(contents.rows_of("train"))
 
 
 def recipe_section(contents: Contents) -> str:
@@ -172,7 +172,7 @@ SECTIONS = (
     ("samples", "Samples over time", samples_section),
     ("curves", "Curves by role", curves_section),
     ("latents", "Latents", latents_section),
-    ("speed", "Speed and the rest", other_section),
+    ("speed", "Speed, memory and the rest", other_section),
     ("events", "Events", events_section),
     ("recipe", "Recipe", recipe_section),
     ("environment", "Environment", environment_section),

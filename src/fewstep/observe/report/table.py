@@ -1,4 +1,4 @@
-"""The table of an evaluation: models and step counts against quality and cost."""
+"""The tables: models and step counts against quality and cost; what each role keeps in memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from fewstep.observe.metrics import Row
 from fewstep.observe.wording import number
 
 _HEADINGS = {
@@ -24,6 +25,7 @@ _HEADINGS = {
     "ms_per_image": "ms per sample",
     "num_samples": "Samples",
 }
+_SIZES = {"weights_mib": "weights", "optimizer_mib": "optimizer", "ema_mib": "EMA"}
 _HIGHEST = ("accuracy", "item_accuracy", "motion_accuracy", "precision", "recall", "coverage")
 _BEST = {"frechet": min, "motion_error": min, **dict.fromkeys(_HIGHEST, max)}
 
@@ -43,6 +45,24 @@ def evaluation_table(entries: Sequence[dict[str, Any]]) -> str:
         cells = "".join(_cell(key, *_shown(entry, key, best[key]), longest) for key in columns)
         kind = ' class="student"' if str(entry.get("name")).startswith("student") else ""
         lines.append(f"<tr{kind}>{cells}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def memory_table(rows: Sequence[Row]) -> str:
+    """What each role keeps on one rank, by the last row that says so; empty where none does."""
+    last: dict[str, float] = {}
+    for row in rows:
+        last |= {name: value for name, value in row.values.items() if name.rpartition("/")[2] in _SIZES}
+    if not last:
+        return ""
+    roles = list(dict.fromkeys(name.partition("/")[0] for name in last))
+    heads = "".join(f"<th>{title}</th>" for title in ("Memory on one rank, MiB", *_SIZES.values(), "together"))
+    lines = []
+    for role in roles:
+        values = [last.get(f"{role}/{size}") for size in _SIZES]
+        cells = ["" if value is None else number(value) for value in values]
+        cells.append(number(sum(value for value in values if value is not None)))
+        lines.append(f"<tr><th>{escape(role)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 

@@ -1,0 +1,119 @@
+"""The ways to lay a run out on GPUs, and their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from fewstep.config import Recipe
+
+if TYPE_CHECKING:
+    from fewstep.costs.estimate import Estimate, Planner
+
+EXTRA = 1.02
+"""How much faster a layout must be for each thing that it does beside the plain one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a recipe.
+
+    engine: ``process`` (every rank has a part of every role); ``split`` (Ray: a group with teacher and critic on
+    ``critic_gpus``, the student's on the rest); ``colocated`` (Ray: both groups on the same GPUs, one asleep).
+    """
+
+    gpus: int
+    engine: Literal["process", "split", "colocated"] = "process"
+    critic_gpus: int = 0
+    overlap: bool = False
+    """Of split: the critic group scores a batch while the student's makes the next one."""
+    replicas: int = 1
+    sequence: int = 1
+    offload: bool = False
+    recompute: bool = False
+    micro_batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """In a few words."""
+        shards = self.gpus // self.replicas
+        ranks = f"FSDP {shards}" if self.replicas == 1 else f"HSDP {self.replicas} x {shards}"
+        first = {
+            "process": "one process" if self.gpus == 1 else ranks,
+            "split": f"Ray split {self.critic_gpus} + {self.gpus - self.critic_gpus}" + ", overlap" * self.overlap,
+            "colocated": "Ray colocated",
+        }[self.engine]
+        extras = [f"sequence {self.sequence}"] * (self.sequence > 1) + ["offload"] * self.offload
+        extras += ["recompute"] * self.recompute
+        return ", ".join([first, *extras, f"micro-batch {self.micro_batch or 'all'}"])
+
+    def overrides(self, recipe: Recipe) -> list[str]:
+        """What of the recipe's engine section this layout changes; what this version lacks is left out."""
+        wanted = {name: getattr(self, name) for name in ("replicas", "sequence", "offload", "recompute", "micro_batch")}
+        known = {name: value for name, value in wanted.items() if hasattr(recipe.engine, name)}
+        changed = {name: value for name, value in known.items() if getattr(recipe.engine, name) != value}
+        return [f"engine.{name}={'null' if v is None else str(v).lower()}" for name, v in changed.items()]
+
+    def lacks(self, recipe: Recipe) -> list[str]:
+        """What of it this version of fewstep cannot do."""
+        asked = {"sequence": self.sequence > 1, "offload": self.offload}
+        missing = [name for name, wanted in asked.items() if wanted and not hasattr(recipe.engine, name)]
+        known = str(type(recipe.engine).model_fields["name"].annotation)
+        return missing + ["ray"] * (self.engine != "process" and "ray" not in known)
+
+    @property
+    def extras(self) -> int:
+        """How many things it does beside the plain one."""
+        ray = 2 * (self.engine != "process")
+        return ray + (self.sequence > 1) + self.offload + self.recompute + self.overlap + (self.replicas > 1)
+
+    def start(self) -> str:
+        """How it is started."""
+        if self.engine != "process":
+            return f", and start it as Ray groups, {self.name}"
+        return "" if self.gpus == 1 else f", and start {self.gpus} processes by torchrun"
+
+
+def layouts(planner: Planner, gpus: int) -> Iterator[Layout]:
+    """All that are worth a look, from the plainest on."""
+    recipe, video = planner.sizes.recipe, planner.sizes.shape[0] > 1
+    hosts = math.ceil(gpus / planner.host_gpus)
+    replicas = sorted({1, hosts} if gpus > planner.host_gpus else {1})
+    sequences = [n for n in (1, 2, 4, 8) if n <= min(gpus, planner.host_gpus)] if video else [1]
+    micro: Sequence[int | None] = (None, 8, 4, 2, 1) if recipe.engine.compile != "graphs" else (None,)
+    engines = [Layout(gpus, replicas=r, sequence=s) for r in replicas for s in sequences]
+    if "critic" in planner.sizes.roles:
+        for critic in sorted({gpus // 4, gpus // 2, 3 * gpus // 4} - {0, gpus}):
+            engines += [Layout(gpus, "split", critic, overlap) for overlap in (False, True)]
+        engines.append(Layout(gpus, "colocated"))
+    for layout in engines:
+        for offload in (False, True) if layout.engine == "process" and recipe.engine.compile != "graphs" else (False,):
+            for recompute in (False, True):
+                for size in micro:
+                    yield replace(layout, offload=offload, recompute=recompute, micro_batch=size)
+
+
+def ranked(planner: Planner, gpus: int) -> list[Estimate]:
+    """Every layout that can be, the fastest that fits first, then those that do not fit, the smallest first; at the
+    end those that this version of fewstep cannot run."""
+    found = {}
+    for layout in layouts(planner, gpus):
+        estimate = planner.estimate(layout)
+        if not estimate.problem:
+            rows = max((phase.rows for phase in estimate.phases), default=0)
+            plain = layout.micro_batch is None or layout.micro_batch < planner.batch * layout.sequence // layout.gpus
+            if plain and rows:
+                found[layout] = estimate
+    recipe = planner.sizes.recipe
+
+    def order(one: Estimate) -> tuple[bool, bool, float]:
+        layout = one.layout
+        return (
+            bool(layout.lacks(recipe)),
+            not one.fits,
+            one.seconds * EXTRA**layout.extras if one.fits else one.memory_gib,
+        )
+
+    return sorted(found.values(), key=order)

@@ -1,0 +1,181 @@
+"""The command ``fewstep plan``, and what it is made of: layouts, their memory and time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fewstep.cli.shipped import run_recipe, shipped_recipes
+from fewstep.config import load_recipe
+from fewstep.costs.estimate import GIB, Planner
+from fewstep.costs.layouts import Layout, layouts, ranked
+from fewstep.costs.links import Links
+from fewstep.costs.sizes import sizes_of
+from fewstep.costs.speed import Machine, coefficients, seconds
+from fewstep.costs.work import Work
+from fewstep.devices import KINDS, kind_of, kind_titled
+from fewstep.errors import UserError
+from fewstep.models.wan.sizes import SIZES
+from tests.test_cli import call
+
+WHOLE_RUNS = True
+H200 = kind_of("h200")
+
+
+def planner(name: str, *overrides: str) -> Planner:
+    return Planner(sizes_of(load_recipe(shipped_recipes()[name], list(overrides)), find=run_recipe), H200)
+
+
+@pytest.fixture(scope="module")
+def video() -> Planner:
+    """Diffusion forcing at 1.3B: one phase."""
+    return planner("wan_1_3b_video/diffusion_forcing")
+
+
+def test_a_recipe_is_planned_without_weights_and_data():
+    result = call("plan", "wan_1_3b_video/diffusion_forcing", "--gpus", "8")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "models/Wan2.1-T2V-1.3B-Diffusers is not there",
+        "FSDP 8",
+        "student",
+        "together, at the peak",
+        "Write:",
+    ):
+        assert text in result.output
+
+
+def test_the_json_of_a_plan_is_the_same_every_time():
+    first, second = (call("plan", "wan_nano/dmd2", "--gpus", "2", "--json") for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert first.output == second.output
+    told = json.loads(first.output)
+    assert {"recipe", "kind", "gpus", "roles", "layouts", "flops_per_iteration"} <= told.keys()
+    best = told["layouts"][0]
+    assert best["fits"]
+    assert {phase["name"] for phase in best["phases"]} == {"rollout", "critic", "scores", "student"}
+    assert best["seconds"] == pytest.approx(sum(phase["seconds"] for phase in best["phases"]), rel=1e-4)
+
+
+def test_every_recipe_at_full_size_can_be_sized():
+    names = [name for name in shipped_recipes() if name.startswith("wan_1_3b_video/")]
+    for name in names:
+        found = sizes_of(load_recipe(shipped_recipes()[name]), find=run_recipe)
+        assert found.shape == (21, 16, 60, 104)
+        assert {role.section.size for role in found.roles.values() if role.section} == {"1.3B"}
+        assert found.roles["student"].section.causal is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--kind", "b200"), "h200, h100, a100-80g"),
+        (("--gpus", "7"), "does not divide"),
+        (("--shape", "21x16x60"), "FRAMESxCHANNELSxHEIGHTxWIDTH"),
+        (("student.init=models/some-net",), "--size"),
+        (("student.init=models/some-net", "--size", "2B"), "nano, small, 1.3B, 14B"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clean_line(words, told):
+    result = call("plan", "wan_1_3b_video/diffusion_forcing", *words)
+    assert result.exit_code == 2
+    assert told in result.output
+    assert "Traceback" not in result.output
+
+
+def test_weights_are_cut_and_activations_are_not(video):
+    one, eight = (video.estimate(Layout(gpus, recompute=True, micro_batch=1)) for gpus in (1, 8))
+    assert eight.roles["student"].kept == one.roles["student"].kept / 8
+    assert eight.parts["activations"] == pytest.approx(one.parts["activations"], rel=0.15)
+    assert eight.parts["gathered blocks"] > one.parts["gathered blocks"] == 0
+
+
+def test_recomputing_takes_less_memory_and_more_time(video):
+    kept, again = (video.estimate(Layout(8, recompute=flag, micro_batch=1)) for flag in (False, True))
+    assert again.parts["activations"] < 0.3 * kept.parts["activations"]
+    assert 1.2 < again.seconds / kept.seconds < 1.5
+    assert again.mfu < kept.mfu
+
+
+def test_ranks_that_share_a_clip_divide_its_activations(video):
+    whole, shared = (video.estimate(Layout(8, sequence=n, recompute=True, micro_batch=1)) for n in (1, 4))
+    assert shared.parts["activations"] == pytest.approx(whole.parts["activations"] / 4, rel=0.05)
+
+
+def test_replicas_hold_more_and_send_less_between_hosts():
+    """HSDP: 16 GPUs of two hosts."""
+    shared = Links(H200, 8, 16).gather_s(GIB)
+    apart = Links(H200, 8, 8, replicas=2)
+    assert apart.gather_s(GIB) < shared
+    assert apart.agree_s(GIB / 8) == pytest.approx(GIB / 8 / (50e9 * 0.7), rel=0.01)
+
+
+def test_idle_roles_leave_the_gpu():
+    plan = planner("wan_small/dmd2_4step", "engine.compile=null")
+    here, away = (plan.estimate(Layout(1, offload=flag, micro_batch=1)) for flag in (False, True))
+    assert away.tensors_gib < here.tensors_gib
+    assert away.seconds > here.seconds
+
+
+def test_two_groups_at_once_take_as_long_as_the_slower():
+    plan = planner("wan_small/dmd2_4step", "engine.compile=null")
+    turn, both = (plan.estimate(Layout(2, "split", 1, overlap)) for overlap in (False, True))
+    assert both.seconds < turn.seconds
+    critics = sum(phase.seconds for phase in both.phases if phase.name in ("critic", "scores"))
+    assert both.seconds == pytest.approx(max(critics, turn.seconds - critics))
+
+
+def test_what_fits_comes_first_and_the_fastest_of_it(video):
+    found = ranked(video, 8)
+    fits = [one.fits and not one.layout.lacks(video.sizes.recipe) for one in found]
+    assert fits[0]
+    assert all(one.memory_gib <= H200.memory_gib for one in found if one.fits)
+    assert min(one.seconds for one, good in zip(found, fits, strict=True) if good) > 0.8 * found[0].seconds
+
+
+def test_thousands_of_gpus_can_be_planned(video):
+    """More ranks than rows are refused, unless several share a clip."""
+    big = Planner(replace(video.sizes, recipe=video.sizes.recipe), H200)
+    big.batch = 4096
+    found = ranked(big, 4096)
+    assert found[0].fits
+    assert any(one.layout.replicas == 512 for one in found)
+    assert big.estimate(Layout(8192)).problem
+
+
+def test_a_layout_says_what_to_write(video):
+    assert Layout(8, recompute=False, micro_batch=None).overrides(video.sizes.recipe) == [
+        "engine.recompute=false",
+        "engine.micro_batch=null",
+    ]
+    assert all(layout.gpus == 4 for layout in layouts(video, 4))
+
+
+def test_time_grows_with_the_work_and_the_host_counts_where_it_is_slow():
+    machine = Machine(H200, coefficients())
+    work = Work("student", "block", 1, 4096, 4096, 4096.0**2, text=512, shape=SIZES["small"])
+    busy, host = seconds({work: 2}, machine)
+    more, same = seconds({work: 2}, machine, rows=8)
+    assert more > busy
+    assert same == host
+    assert seconds({work: 2}, replace(machine, graphs=True))[1] == 0
+
+
+def test_kinds_are_found_by_what_torch_calls_them():
+    assert kind_titled("NVIDIA H200") is H200
+    assert kind_titled("NVIDIA A100-SXM4-80GB").name == "a100-80g"
+    assert kind_titled("NVIDIA H100 PCIe") is None
+    assert kind_titled("NVIDIA H200 NVL") is None
+    assert kind_titled("AMD Radeon") is None
+    assert [kind.name for kind in KINDS] == ["h200", "h100", "a100-80g"]
+    with pytest.raises(UserError, match="h100"):
+        kind_of("tpu")
+
+
+def test_the_plan_of_a_precision_keeps_more_in_float32():
+    sizes = sizes_of(load_recipe(shipped_recipes()["wan_nano/sft"]))
+    half, single = (Planner(sizes, H200, precision=precision) for precision in (torch.bfloat16, torch.float32))
+    assert half.estimate(Layout(1)).tensors_gib < single.estimate(Layout(1)).tensors_gib
