@@ -213,8 +213,8 @@ def sized(causal: bool, trained: bool) -> Sized:
 
 @cache
 def updates(work: str) -> tuple[list[PhaseCost], float]:
-    """The phases of the bench of methods, causal networks eager, bidirectional ones compiled; and the bytes of all
-    roles between them."""
+    """The phases of the bench of methods, causal networks as they are, bidirectional ones compiled; and the bytes of
+    all roles between them."""
     if work == "consistency":
         method: Any = Consistency(ConsistencySection())
         sizes = {"student": sized(True, True), "teacher": sized(True, False)}

@@ -60,7 +60,7 @@ def counts_of(sizes: Mapping[str, Sized]) -> dict[str, Counts]:
 
 def state_of(name: str, count: int, trained: bool, precision: torch.dtype) -> State:
     """Of a role with so many parameters, whole."""
-    master = torch.promote_types(precision, torch.float32).itemsize * count
+    master = float(torch.promote_types(precision, torch.float32).itemsize * count)
     if not trained:
-        return State(precision.itemsize * count)
-    return State(master, master, 2 * master, master if name == "student" else 0)
+        return State(float(precision.itemsize * count))
+    return State(master, master, 2 * master, master if name == "student" else 0.0)
