@@ -20,6 +20,7 @@ from tests.test_train import assert_same_bits
 WHOLE_RUNS = True
 
 SFT, LONG, IMAGES = "wan_nano_video/sft", "wan_nano_video/long_tuning", "wan_nano/sft"
+TF = "wan_nano_video/teacher_forcing"
 CAUSAL = "student.causal={block_frames: 3, window: 6, positions: reindexed}"
 STREAMS = ("sampling.stream_chunks=4", "validation=null")
 
@@ -105,6 +106,11 @@ def test_the_rows_of_a_stream_are_those_of_its_first_iteration(world: World):
         (LONG, ["sampling.stream_chunks=1"], ["overlap_frames 3", "stream_chunks 1"]),
         (LONG, ["sampling.rolling_blocks=3"], ["stream_chunks 6", "rolling_blocks 3"]),
         (LONG, ["method.gan={}"], ["sampling.overlap_frames", "discriminator", "leave method.gan out"]),
+        (
+            "wan_nano_video/teacher_forcing",
+            ["sampling.rolling_blocks=2"],
+            ["rolling_blocks", "'teacher_forcing'", "write 1"],
+        ),
         (IMAGES, ["sampling.stream_chunks=2"], ["sampling.stream_chunks", "method 'sft'", "write 1"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

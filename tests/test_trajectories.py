@@ -23,7 +23,8 @@ from fewstep.data.trajectories import Chosen
 from fewstep.errors import UserError, UserErrors
 from fewstep.flow.sigmas import grid
 from fewstep.models.families import build
-from fewstep.prepare import Plan, prepare
+from fewstep.plan import Plan
+from fewstep.prepare import prepare
 from fewstep.rng import Draw
 from fewstep.train import train
 from fewstep.trajectories import folder_of, generate, teacher_weights

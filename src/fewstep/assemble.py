@@ -17,7 +17,7 @@ from fewstep.methods.ode_init import OdeInit
 from fewstep.models.wan.parallelize import compile_blocks, compile_whole
 from fewstep.optim.ema import EMA
 from fewstep.optim.optimizer import RoleOptimizer
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 from fewstep.rng import generator
 from fewstep.trajectories import trajectory_batches
 

@@ -10,7 +10,7 @@ from fewstep.data.latents import LatentFolder
 from fewstep.engines.ray.placement import Group
 from fewstep.models.families import ModelSection
 from fewstep.needs import bytes_per_parameter
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 
 _KEPT_PER_TOKEN = 24
 """Values of the width of a token that one block keeps for its backward pass, the feed-forward layer's apart."""

@@ -21,7 +21,8 @@ from fewstep.data.sources import open_dataset
 from fewstep.engines.mesh import Mesh, Ranks, join
 from fewstep.engines.ray.placement import Group
 from fewstep.evaluate.validation import Validator
-from fewstep.prepare import Plan, prepare
+from fewstep.plan import Plan
+from fewstep.prepare import prepare
 from fewstep.trajectories import generate
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fewstep.engines.health import Needs
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 
 PLACES = ("init", "path", "test_path", "cache")
 """Fields of a recipe that say where something is; machines may have it in different places."""

@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from fewstep.errors import UserError, UserErrors
 from fewstep.member import Member, member
 from fewstep.needs import checkpoint_bytes, needs
 from fewstep.observe.observer import Observer, Unobserved
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 from fewstep.trajectories import generate
 
 FREE_AT_RESUME = ("name", "iterations", "checkpoint", "validation", "observe", "engine", "plugins")
@@ -223,6 +223,8 @@ def restore(trainer: Member | Driver, plan: Plan, run: RunFolder) -> tuple[int, 
     ]
     for role, model in plan.models.items():
         changed += differences(meta.models.get(role), model, f"the network of {role}")
+    if meta.latent_shape != plan.shape:
+        changed.append(f"the data's samples are {times(plan.shape)} latents, they were {times(meta.latent_shape)}")
     if meta.sources != plan.sources:
         changed.append(
             f"the runs that weights come from stand at iterations {plan.sources}, they stood at {meta.sources}; name "
@@ -236,6 +238,11 @@ def restore(trainer: Member | Driver, plan: Plan, run: RunFolder) -> tuple[int, 
         )
     trainer.load(checkpoint)
     return checkpoint.iteration, meta.time_s
+
+
+def times(shape: Sequence[int]) -> str:
+    """Frames, channels, rows and columns, as a person reads them."""
+    return " x ".join(map(str, shape))
 
 
 def newest_of(run: RunFolder, mesh: Mesh | None) -> Path | None:

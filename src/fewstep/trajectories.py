@@ -27,7 +27,7 @@ from fewstep.engines.roles import Role, freeze
 from fewstep.errors import UserError
 from fewstep.methods.ode_init import OdeInit
 from fewstep.models.families import build
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 from fewstep.records import Batch, Trajectory, concat, rows
 from fewstep.rng import Draw
 

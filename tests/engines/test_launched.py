@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fewstep.checkpoint.save import load_checkpoint, newest_complete
-from fewstep.engines.mesh import Ranks
+from fewstep.engines.mesh import Ranks, join
 from fewstep.errors import UserError, UserErrors
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
@@ -119,3 +119,29 @@ def test_a_launcher_that_says_half_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert Ranks.launched() == Ranks(1, 2, 0)
+    for world, rank in (("0", "0"), ("-2", "0"), ("2", "2"), ("2", "-1")):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UserError, match=f"RANK = {rank}, WORLD_SIZE = {world}"):
+            Ranks.launched()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({}, ["MASTER_ADDR:MASTER_PORT = (unset):(unset)", "start all ranks by torchrun"]),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "abc"}, ["localhost:abc"]),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, ["rank 0 of 2", "within 1 s"]),
+    ],
+)
+def test_ranks_that_do_not_find_each_other_say_where_they_looked(monkeypatch, told, words):
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in {**told, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    with (
+        pytest.raises(UserError) as caught,
+        join(Ranks.launched(), torch.device("cpu"), timeout_s=1.0),
+    ):
+        pass
+    assert all(word in str(caught.value) for word in words)

@@ -100,7 +100,7 @@ SEQUENCE = (
            'return name.startswith("history.")',
            "return False",
            (f"{DIVIDED}[streams]",)),
-    Mutant("heads-that-cannot-be-shared-not-refused", "prepare.py",
+    Mutant("heads-that-cannot-be-shared-not-refused", "misfits.py",
            'for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):',
            'for what, count in (("tokens in a frame", tokens),):',
            ("engines/test_sequence.py::test_what_ranks_cannot_share_is_refused_before_anything_is_loaded",)),

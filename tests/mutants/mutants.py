@@ -444,7 +444,7 @@ ENGINE = (
 )
 
 TRAINING = (
-    Mutant("rate-per-iteration", "prepare.py",
+    Mutant("rate-per-iteration", "plan.py",
            "totals[name] += same",
            "totals[name] = iteration + same",
            ("test_train.py::test_schedules_count_the_updates_that_their_role_will_make",)),
@@ -659,7 +659,7 @@ RANKS = (
            "return names and f",
            'return "" and f',
            ("engines/test_launched.py::test_a_rank_that_stalls_is_named_when_the_time_is_up",)),
-    Mutant("batch-that-ranks-cannot-share", "prepare.py",
+    Mutant("batch-that-ranks-cannot-share", "misfits.py",
            "if batch % (rows * parts):",
            "if batch % parts:",
            ("engines/test_launched.py::test_what_cannot_be_cut_over_the_ranks_is_refused",)),
@@ -738,7 +738,7 @@ LATENTS = (
            'if are and recipe.validation is not None:',
            'if False:',
            ('recipes/test_full_size.py::test_pixels_are_not_for_the_codec_of_latents_and_latents_are_not_judged',)),
-    Mutant('guided-without-negative', 'prepare.py',
+    Mutant('guided-without-negative', "misfits.py",
            'errors += plan.dataset.lacks(recipe.method, recipe.sampling)',
            'pass',
            ('recipes/test_full_size.py::test_guidance_and_dropout_without_a_negative_prompt_are_refused',)),
@@ -746,7 +746,7 @@ LATENTS = (
            'elif text_dim != self.text_shape[1]:',
            'elif False:',
            ('recipes/test_full_size.py::test_a_network_for_other_latents_or_texts_is_refused',)),
-    Mutant('published-weights-never-guided', 'prepare.py',
+    Mutant('published-weights-never-guided', "misfits.py",
            '.get("init") == "random"  # weights',
            '.get("init") != ""  # weights',
            ('recipes/test_full_size.py::test_a_teacher_that_began_elsewhere_may_be_guided_without_having_dropped_conditions',)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from fewstep.config import Recipe, load_recipe
 from fewstep.data.latents import LatentFolder
 from fewstep.describe import activations_gib, describe
 from fewstep.engines.roles import Role
-from fewstep.errors import UserError
+from fewstep.errors import UserError, UserErrors
 from fewstep.methods.sft import drop_condition
 from fewstep.models.families import build
 from fewstep.prepare import prepare
 from fewstep.rng import Draw
+from fewstep.train import train
 from fewstep.trajectories import folder_of
 from tests.data.latent_files import drawn, write_folder, write_shard
 from tests.recipes.tiny_latents import BASE, FAMILY, RUNS, LatentWorld
@@ -422,3 +424,17 @@ def test_what_needs_pictures_or_classes_says_so(world: LatentWorld, tmp_path: Pa
         assert f"`fewstep sample {model}` writes the latents to a file" in message
     assert "makes latents of texts; leave both out" in call("sample", model, "--label", "cat", code=2)
     assert "write a folder, or a file of .safetensors" in call("sample", model, "--out", tmp_path / "a.gif", code=2)
+
+
+def test_a_run_does_not_go_on_with_samples_of_another_shape(world: LatentWorld):
+    """Their shape is the data's own, and stands in no recipe."""
+    run, longer = world.train("teacher_forcing", "name=lengthened", "iterations=1"), world.path / "longer-latents"
+    shutil.copytree(world.path / "latents", longer)
+    for shard in longer.glob("part-*.safetensors"):
+        tensors = load_file(shard)
+        tensors["latents"] = torch.cat([tensors["latents"], tensors["latents"][:, :3]], 1)
+        save_file(tensors, shard)
+    plan = world.plan("teacher_forcing", "name=lengthened", f"data.path={longer}")
+    with pytest.raises(UserErrors) as caught:
+        train(plan, run, resume=True)
+    assert "the data's samples are 9 x 16 x 4 x 6 latents, they were 6 x 16 x 4 x 6" in caught.value.errors

@@ -14,7 +14,8 @@ from fewstep.checkpoint.tensor_file import write_tensors
 from fewstep.cli.shipped import shipped_recipes
 from fewstep.config import Recipe, load_recipe
 from fewstep.models.wan.state_dict_adapter import config_to_diffusers, to_diffusers
-from fewstep.prepare import Plan, prepare
+from fewstep.plan import Plan
+from fewstep.prepare import prepare
 from fewstep.train import train
 from tests.data.latent_files import write_folder
 from tests.models.tiny import TEXT, tiny_section, tiny_wan

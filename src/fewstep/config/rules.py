@@ -115,15 +115,16 @@ def _given(recipe: Any) -> Iterator[Problem]:
 
 
 def _streams(recipe: Any, method: Any) -> Iterator[Problem]:
-    """Rollouts go on where there are some; and what the scores see clean of the student no discriminator may see."""
+    """Rollouts go on, or roll, where there are some; and what the scores see clean of the student is in no GAN term."""
     sampling = recipe.sampling
-    if sampling.stream_chunks > 1 and not getattr(method, "streams", False):
-        yield Problem(
-            ("sampling", "stream_chunks"),
-            f"method '{recipe.method.name}' trains on no rollouts of the student that could go on; write 1, or "
-            "method.name: dmd2 (or sid)",
-            (("method", "name"),),
-        )
+    for key, what in (("stream_chunks", "go on"), ("rolling_blocks", "roll")):
+        if getattr(sampling, key) > 1 and not getattr(method, "streams", False):
+            yield Problem(
+                ("sampling", key),
+                f"method '{recipe.method.name}' trains on no rollouts of the student that could {what}; write 1, or "
+                "method.name: dmd2 (or sid)",
+                (("method", "name"),),
+            )
     if sampling.overlap_frames and getattr(recipe.method, "gan", None) is not None:
         yield Problem(
             ("sampling", "overlap_frames"),

@@ -27,7 +27,7 @@ from fewstep.models.blocks import CausalSection
 from fewstep.models.families import ModelSection
 from fewstep.models.wan.conditioner import EmbeddingSection
 from fewstep.models.wan.sizes import SIZES
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 from fewstep.rollout.few_step import FewStep, SamplingSection
 from fewstep.rollout.sampler import OF_CAUSAL_NETWORKS, Sampler, sampler_of
 

@@ -9,7 +9,7 @@ import torch
 from fewstep.costs.estimate import Planner
 from fewstep.costs.sizes import sizes_of_plan
 from fewstep.devices import kind_titled
-from fewstep.prepare import Plan
+from fewstep.plan import Plan
 
 
 def full_speed(plan: Plan) -> float | None:

@@ -63,6 +63,11 @@ class Ranks:
                 f"WORLD_SIZE is set, RANK or LOCAL_RANK is not, or is no number ({error}); start the ranks by torchrun "
                 "--nproc-per-node N -m fewstep train ..., or unset WORLD_SIZE"
             ) from None
+        if not 0 <= rank < world or local < 0:
+            raise UserError(
+                f"RANK = {rank}, WORLD_SIZE = {world}, LOCAL_RANK = {local}: ranks count from 0 to below WORLD_SIZE; "
+                "start them by torchrun --nproc-per-node N -m fewstep train ..., or unset all three"
+            )
         return cls(rank, world, local)
 
     @property
@@ -234,7 +239,7 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     launched = store is None
     if store is None:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = _meet(ranks, timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what was on its way is written down at a timeout
@@ -286,6 +291,18 @@ def _limit(group: Any, timeout_s: float) -> None:
         with suppress(RuntimeError):  # of a kind for which the group has no backend
             backend: Any = group._get_backend(torch.device(kind))
             backend._set_default_timeout(timedelta(seconds=timeout_s + extra_s))
+
+
+def _meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """Where all ranks find each other, as the launcher says. Raises UserError if they do not."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
+    except (ValueError, RuntimeError) as error:
+        place = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+        raise UserError(
+            f"{ranks} does not find the others at MASTER_ADDR:MASTER_PORT = {place} within {timeout.total_seconds():g} "
+            f"s: {error}; start all ranks by torchrun, and see that this address is reached from every machine"
+        ) from None
 
 
 def _is_lost_partner(error: BaseException) -> bool:
