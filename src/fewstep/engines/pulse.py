@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 BEAT_S = 1.0
-SILENCE_S = 20.0
+SILENCE_S = 15.0
 """How long a rank may be silent. Only what keeps the interpreter's lock as long looks like silence and is none."""
 OVER = "over"
 """What a rank says last: from now on it may be silent."""
