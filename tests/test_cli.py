@@ -85,7 +85,7 @@ def test_every_command_and_every_parameter_says_what_it_is_for(words, command):
 def test_the_commands_that_the_readme_of_a_newcomer_needs_are_there():
     names = {" ".join(words) for words, _ in commands()}
     assert names == {
-        "train", "trajectories", "sample", "stream", "eval", "export", "report", "doctor", "demo", "demo-video",
+        "train", "trajectories", "sample", "stream", "eval", "export", "report", "doctor", "demo", "demo-video", "plan",
         "recipes list", "recipes copy", "config check", "config explain",
     }  # fmt: skip
 

@@ -108,7 +108,7 @@ def test_the_rows_of_a_stream_are_those_of_its_first_iteration(world: World):
         (LONG, ["method.gan={}"], ["sampling.overlap_frames", "discriminator", "leave method.gan out"]),
         (
             "wan_nano_video/teacher_forcing",
-            ["sampling.rolling_blocks=2"],
+            ["sampling.rolling_blocks=3"],
             ["rolling_blocks", "'teacher_forcing'", "write 1"],
         ),
         (IMAGES, ["sampling.stream_chunks=2"], ["sampling.stream_chunks", "method 'sft'", "write 1"]),

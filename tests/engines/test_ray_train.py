@@ -73,6 +73,7 @@ def test_a_run_goes_from_one_process_to_groups_of_workers_and_back(world: World)
     assert any({"critic/waiting_s", "student/waiting_s", "critic/loss", "student/loss"} <= row.keys() for row in rows)
 
 
+@pytest.mark.faults
 def test_a_run_whose_worker_is_killed_goes_on_by_itself(world: World, capsys: pytest.CaptureFixture[str]):
     """``engine.max_restarts``: what it ends with is what an undisturbed run ends with."""
     more = (*EXACT, "checkpoint.every=5", "validation=null", "student.schedule={}")
@@ -104,6 +105,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.faults
 def test_ctrl_c_saves_and_leaves_no_process(world: World):
     """A Ray that was started for the run ends with it."""
     recipe = world.path / "stopped.yaml"
@@ -121,7 +123,8 @@ def test_ctrl_c_saves_and_leaves_no_process(world: World):
     finally:
         program.kill()
     assert program.returncode == 130, said
-    assert said.strip().splitlines()[-1].startswith("Checkpoint saved. Go on with: fewstep train --resume"), said
+    own = [line for line in said.strip().splitlines() if "(raylet)" not in line]  # Ray tells of every worker that ends
+    assert own[-1].startswith("Checkpoint saved. Go on with: fewstep train --resume"), said
     assert "Traceback" not in said
     newest = newest_complete(run.checkpoints)
     assert newest is not None

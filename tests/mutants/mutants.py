@@ -395,7 +395,7 @@ STREAMS = (
            "",
            ("test_long_tuning.py::test_the_rows_of_a_stream_are_those_of_its_first_iteration",)),
     Mutant("streams-in-methods-without-rollouts", "config/rules.py",
-           'sampling.stream_chunks > 1 and not getattr(method, "streams", False)',
+           'getattr(sampling, key) > 1 and not getattr(method, "streams", False)',
            "False",
            ("test_long_tuning.py::test_what_a_stream_cannot_be_is_refused_by_its_name",)),
 )

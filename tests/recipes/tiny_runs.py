@@ -114,8 +114,10 @@ def tensors(run: RunFolder, iteration: int) -> dict[str, dict[str, Tensor]]:
 
 
 def values(run: RunFolder) -> dict[tuple[str, int], dict[str, float]]:
-    """The rows of metrics that hold, without what the clock says."""
-    rows = {(row.kind, row.iteration): dict(row.values) for row in read_rows(run.metrics) if row.values}
-    for row in rows.values():
-        row.pop("samples_per_s", None)
-    return rows
+    """The rows of metrics that hold, without what the clock and the memory of the process say."""
+    apart = ("samples_per_s", "mfu", "phase/", "memory/")
+    return {
+        (row.kind, row.iteration): {name: value for name, value in row.values.items() if not name.startswith(apart)}
+        for row in read_rows(run.metrics)
+        if row.values
+    }

@@ -440,7 +440,7 @@ def test_a_causal_network_gets_a_sampler_of_blocks_and_another_one_of_whole_clip
 )
 def test_settings_of_blocks_are_refused_for_a_network_that_sees_the_whole_clip(setting):
     (name,) = setting
-    with pytest.raises(UserError, match=rf"sampling\.{name} = {setting[name]}: .* write (None|0|0\.0|shared), or"):
+    with pytest.raises(UserError, match=rf"sampling\.{name} = {setting[name]}: .* write (null|0|0\.0|shared), or"):
         sampler_of(SamplingSection(steps=2, **setting), (4, *CHW), None)
 
 
