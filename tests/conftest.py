@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("faults") and "faults" not in item.config.getoption("markexpr"):
             item.add_marker(pytest.mark.skip(reason="minutes of real faults: make faults"))
+        if item.get_closest_marker("thorough") and "thorough" not in item.config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="minutes: make test TESTS='-m thorough tests'"))
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ def test_single_kernels_are_as_fast_as_was_measured():
             assert kernel(row.spec, coefficients())[0] == pytest.approx(row.measured, rel=0.25), row.name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_tells_the_errors_that_the_script_finds():
     page, found = (ROOT / "docs" / "scaling.md").read_text(), errors(read(), coefficients())
     for quantity in ("time", "memory"):

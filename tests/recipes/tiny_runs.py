@@ -117,7 +117,11 @@ def values(run: RunFolder) -> dict[tuple[str, int], dict[str, float]]:
     """The rows of metrics that hold, without what the clock and the memory of the process say."""
     apart = ("samples_per_s", "mfu", "phase/", "memory/")
     return {
-        (row.kind, row.iteration): {name: value for name, value in row.values.items() if not name.startswith(apart)}
+        (row.kind, row.iteration): {
+            name: value
+            for name, value in row.values.items()
+            if not name.startswith(apart) and not name.endswith("_mib")
+        }
         for row in read_rows(run.metrics)
         if row.values
     }
