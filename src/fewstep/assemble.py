@@ -59,6 +59,7 @@ def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None 
         micro_batch=recipe.engine.micro_batch,
         mesh=mesh,
         offload=recipe.engine.offload,
+        gather_once=recipe.engine.gather_once,
     )
 
 

@@ -131,6 +131,11 @@ class Role:
         self.weights.wake()
         return self.network(features)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Around many calls without gradient, between which no weight changes: what ranks have parts of is gathered
+        once for all of them."""
+        return nullcontext()
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name."""
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}

@@ -4,13 +4,14 @@ the network only while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fewstep.checkpoint.tensor_file import Later
@@ -25,7 +26,7 @@ class ShardedRole(Role):
     """A role of which this rank holds a part.
 
     Optimizer, clipping and EMA work on :meth:`parameters`, plain tensors that are this rank's parts themselves, and
-    need not know of ranks. After every call of the network all weights are parts again.
+    need not know of ranks. After every call of the network all weights are parts again, but inside :meth:`gathered`.
     """
 
     def __init__(self, name: str, network: nn.Module, precision: torch.dtype, mesh: Mesh):
@@ -64,6 +65,20 @@ class ShardedRole(Role):
         if missing:
             raise RuntimeError(f"{self.name}: no values for {', '.join(sorted(missing)[:5])}")
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, what a call without gradient gathers stays whole for the calls that follow; weights must not change.
+        Afterwards all are parts again."""
+        cut = [module for module in self.network.modules() if isinstance(module, FSDPModule)]
+        try:
+            for module in cut:
+                module.set_reshard_after_forward(False, recurse=False)
+            yield
+        finally:
+            for module in cut:
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+
     def state(self) -> dict[str, Any]:
         return self.whole({name: self.weights.value(part) for name, part in self._parts.items()})
 
@@ -94,10 +109,10 @@ class ShardedRole(Role):
         return parts[mine] if mine < len(parts) else whole[:0]
 
     def _later(self, owner: Any, part: Tensor) -> Later:
-        return Later(tuple(owner.shape), part.dtype, partial(gathered, owner, part))
+        return Later(tuple(owner.shape), part.dtype, partial(joined, owner, part))
 
 
-def gathered(owner: Any, part: Tensor) -> Tensor:
+def joined(owner: Any, part: Tensor) -> Tensor:
     """The whole of which every rank hands in its part, cut like ``owner``."""
     whole = DTensor.from_local(
         part.detach().to(owner.device),
