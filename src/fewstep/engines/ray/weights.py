@@ -115,7 +115,7 @@ class Taking:
 def digest(rows: Tensor, shape: tuple[int, ...], first: int) -> str:
     """SHA-256 of rows of a weight: their dtype, the weight's shape, the place of the rows in it, and their bytes."""
     found = hashlib.sha256(f"{rows.dtype} {list(shape)} {first}".encode())
-    found.update(bytes_of(rows.cpu().contiguous()))
+    found.update(bytes_of(rows.cpu().contiguous()).data)
     return found.hexdigest()
 
 
