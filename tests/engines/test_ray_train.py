@@ -31,7 +31,8 @@ PROCESS = re.compile(r"process (\d+) on")
 SFT, DMD2 = "wan_nano/sft", "wan_nano/dmd2"
 EXACT = ("data.batch=4", "engine.precision=float64", "engine.device=cpu")
 SHARED = ("engine.name=ray", "engine.groups.all={workers: 2}")
-SPLIT = ("engine.name=ray", "engine.layout=split", "engine.groups={critic: {workers: 1}, student: {workers: 1}}")
+SIZES = "critic: {workers: 1}, student: {workers: 1}, rollout: {workers: 1}"
+SPLIT = ("engine.name=ray", "engine.layout=split", f"engine.groups={{{SIZES}}}")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def assert_equal_runs(world: World, into: str, whole: str, iteration: int) -> No
 
 
 def test_a_run_goes_from_one_process_to_groups_of_workers_and_back(world: World):
-    """PITFALLS, resume: each engine goes on from what another one saved, the order of the data too."""
+    """PITFALLS, resume: each engine goes on from what another one saved, the order of the data too; of the groups one
+    makes rollouts alone."""
     more = (*EXACT, "checkpoint.every=2", "validation.every=2", "student.schedule={}", "critic.schedule={}")
     world.train(DMD2, *more, iterations=2, into="mixed")
     world.train(DMD2, *more, *SPLIT, iterations=4, into="mixed", resume=True)
@@ -71,25 +73,35 @@ def test_a_run_goes_from_one_process_to_groups_of_workers_and_back(world: World)
     assert_equal_runs(world, "mixed", "whole", 5)
     rows = [row.values for row in read_rows(world.run("mixed").metrics) if row.kind == "train"]
     assert any({"critic/waiting_s", "student/waiting_s", "critic/loss", "student/loss"} <= row.keys() for row in rows)
+    of_groups = {"rollout/waiting_s", "rollout/weights_mib", "phase/time_s.rollout", "phase/time_s.sync"}
+    found = next(row for row in rows if of_groups <= row.keys())
+    assert found["rollout/weights_mib"] == found["student/weights_mib"]
 
 
 @pytest.mark.faults
-def test_a_run_whose_worker_is_killed_goes_on_by_itself(world: World, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("name", "groups", "victim"), [(SFT, SHARED, "all/1"), (DMD2, SPLIT, "rollout/0")])
+def test_a_run_whose_worker_is_killed_goes_on_by_itself(
+    world: World, capsys: pytest.CaptureFixture[str], name: str, groups: tuple[str, ...], victim: str
+):
     """``engine.max_restarts``: what it ends with is what an undisturbed run ends with."""
     more = (*EXACT, "checkpoint.every=5", "validation=null", "student.schedule={}")
-    recipe = world.recipe(SFT, *more, *SHARED, "engine.max_restarts=1", "name=killed", iterations=20)
-    run = world.run("killed")
-    killer = threading.Thread(target=kill_after, args=(run.workers / "all-1.log", run.checkpoints))
+    more = more if name == SFT else (*more, "critic.schedule={}")
+    into = f"killed-{victim.partition('/')[0]}"
+    recipe = world.recipe(name, *more, *groups, "engine.max_restarts=1", f"name={into}", iterations=20)
+    run = world.run(into)
+    killer = threading.Thread(
+        target=kill_after, args=(run.workers / f"{victim.replace('/', '-')}.log", run.checkpoints)
+    )
     killer.start()
     assert train(prepare(recipe), run)
     killer.join()
     assert_all_gone(run)
     said = capsys.readouterr().err
-    assert "worker all/1 (process" in said
+    assert f"worker {victim} (process" in said
     assert "died: killed, or crashed" in said
     assert "restarts left: 0" in said
-    world.train(SFT, *more, iterations=20, into="undisturbed")
-    assert_equal_runs(world, "killed", "undisturbed", 20)
+    world.train(name, *more, iterations=20, into=f"un{into}")
+    assert_equal_runs(world, into, f"un{into}", 20)
 
 
 def kill_after(log: Path, checkpoints: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fewstep.checkpoint.tensor_file import Later
 from fewstep.engines.mesh import Mesh
 from fewstep.engines.offload import Sleeper
-from fewstep.engines.roles import Role
+from fewstep.engines.roles import Part, Role, span
 from fewstep.models.wan.model import Wan
 from fewstep.models.wan.parallelize import divide_tokens, shard_blocks
 
@@ -43,6 +43,15 @@ class ShardedRole(Role):
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's part of every trainable parameter, by name."""
         return {name: part for name, part in self._parts.items() if part.requires_grad}
+
+    def parts(self) -> dict[str, Part]:
+        axis = self.mesh.axes["shard"]
+        place = axis.size(), axis.get_local_rank()
+        shapes = {name: tuple(whole.shape) for name, whole in self._sharded.items()}
+        return {
+            name: Part(part.detach(), span(shapes[name][0], *place)[0], shapes[name])
+            for name, part in self._parts.items()
+        }
 
     def take_gradients(self) -> None:
         """Gives every part its gradient, which FSDP2 has averaged over the ranks."""
