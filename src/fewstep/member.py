@@ -46,6 +46,9 @@ class Member:
         averages = self.engine.ema is not None
         self._check = validator(plan, self.engine.roles["student"], run) if averages else None
 
+    between = True
+    """Nothing of a later iteration is ever done."""
+
     def run(self, iteration: int) -> dict[str, Tensor]:
         """All phases of one iteration; its metrics are still on the device."""
         return self.engine.run(iteration)

@@ -69,7 +69,7 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
     if not plan.groups:
         generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
     told: dict[str, Any] = {} if ranks.first else {"told": ""}
-    with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice) as (trainer, health):
+    with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice, stop) as (trainer, health):
         iteration, time_s = restore(trainer, plan, run) if resume else (0, 0.0)
         saved, farewell = iteration or None, ""
         observer = observe(plan, run, iteration, time_s, health)
@@ -77,7 +77,7 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
         try:
             if resume and due(iteration) and agreed(observer.lacks_validation(iteration)):
                 validate(trainer, observer, iteration)
-            while iteration < recipe.iterations and not agreed(stop.asked):
+            while iteration < recipe.iterations and not (agreed(stop.asked) and trainer.between):
                 metrics = trainer.run(iteration)
                 iteration += 1
                 if iteration % recipe.observe.every == 0:
@@ -104,13 +104,18 @@ def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
 
 
 @contextmanager
-def trainer_of(plan: Plan, run: RunFolder, saver: Saver, advice: str) -> Iterator[tuple[Member | Driver, str]]:
+def trainer_of(
+    plan: Plan, run: RunFolder, saver: Saver, advice: str, stop: StopRequest | None = None
+) -> Iterator[tuple[Member | Driver, str]]:
     """What runs the iterations, alone in the run's folder: this process, or the workers that it starts; and what was
-    found before anything was loaded."""
+    found before anything was loaded. ``stop``: where somebody may ask for the end."""
     recipe, ranks = plan.recipe, plan.ranks
     if isinstance(recipe.engine, RaySection):
         begin: Begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute())
-        cut = partial(is_saved, recipe)
+
+        def cut(iteration: int) -> bool:
+            return is_saved(recipe, iteration) or (stop is not None and stop.asked)
+
         with run.lock():
             found = examined(plan, None, run)
             with Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:

@@ -76,6 +76,7 @@ class Fleet:
         else:
             self._drivers[workers].section = section
             self._drivers[workers].begin(method, groups, begin(case))
+        self._drivers[workers]._cut = lambda iteration: iteration == ITERATIONS
         return self._drivers[workers]
 
 
@@ -183,7 +184,7 @@ def rows_of(driver: Driver) -> list[dict[str, float]]:
     return [driver.run(iteration) for iteration in range(ITERATIONS)]
 
 
-def emulated(one: ProcessEngine, driver: Driver) -> None:
+def emulated(one: ProcessEngine, driver: Driver, iterations: int = ITERATIONS) -> None:
     """All phases in one process, the leading ones of an iteration before the rest of the one before."""
     records: dict[tuple[int, int], Any] = {}
 
@@ -193,7 +194,7 @@ def emulated(one: ProcessEngine, driver: Driver) -> None:
             foreign = {name: records[step.iteration, giver] for name, giver in step.takes.items()}
             records[step.iteration, step.index] = one.perform(phase, step.iteration, foreign)
 
-    for iteration in range(ITERATIONS):
+    for iteration in range(iterations):
         mine, following = (steps(one.method, driver.groups, number) for number in (iteration, iteration + 1))
         first = leading(mine)
         if iteration == 0:
@@ -207,13 +208,29 @@ def test_no_work_is_begun_across_a_checkpoint(fleet: Fleet, tmp_path: Path):
     """A run that goes on from it does what one does that never stopped."""
     driver, one = fleet.driver("overlap", "dmd2_shared"), made("dmd2_shared")
     driver._cut = lambda iteration: True
-    try:
-        for iteration in range(ITERATIONS):
-            driver.run(iteration)
-            one.run(iteration)
-        assert_close(saved(driver, tmp_path), copied(one.state()))
-    finally:
-        driver._cut = lambda iteration: False
+    for iteration in range(ITERATIONS):
+        driver.run(iteration)
+        one.run(iteration)
+        assert driver.between
+    assert_close(saved(driver, tmp_path), copied(one.state()))
+
+
+def test_the_critic_group_goes_on_while_the_student_is_updated_and_a_stop_waits_until_the_student_is_there(
+    fleet: Fleet, tmp_path: Path
+):
+    driver, one = fleet.driver("overlap", "dmd2_fresh_gan"), made("dmd2_fresh_gan")
+    driver.run(0)
+    assert not driver.between
+    assert {name: updates for name, (updates, _) in driver.counters().items()} == {
+        "student": 1,
+        "critic": 4,
+        "discriminator": 4,
+    }
+    driver._cut = lambda iteration: True
+    driver.run(1)
+    assert driver.between
+    emulated(one, driver, 2)
+    assert_close(saved(driver, tmp_path, 2), copied(one.state()))
 
 
 def test_one_process_and_groups_of_workers_go_on_from_each_other(fleet: Fleet, tmp_path: Path):
@@ -239,17 +256,14 @@ def test_workers_that_roll_out_go_on_from_what_one_process_saved(fleet: Fleet, t
     """Whatever they have rolled out before."""
     driver, one = fleet.driver(layout, "dmd2_shared"), made("dmd2_shared")
     driver._cut = lambda iteration: True
-    try:
-        driver.run(0)
-        for iteration in range(2):
-            one.run(iteration)
-        save_checkpoint(tmp_path / "one", 2, one.state(), {}, KEEP)
-        driver.load(load_checkpoint(tmp_path / "one" / "iteration-000002"))
-        driver.run(2)
-        one.run(2)
-        assert_close(saved(driver, tmp_path / "groups"), copied(one.state()))
-    finally:
-        driver._cut = lambda iteration: False
+    driver.run(0)
+    for iteration in range(2):
+        one.run(iteration)
+    save_checkpoint(tmp_path / "one", 2, one.state(), {}, KEEP)
+    driver.load(load_checkpoint(tmp_path / "one" / "iteration-000002"))
+    driver.run(2)
+    one.run(2)
+    assert_close(saved(driver, tmp_path / "groups"), copied(one.state()))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fewstep.config import load_recipe
 from fewstep.describe import describe
 from fewstep.engines.ray.placement import RaySection, groups_of, split
-from fewstep.engines.ray.schedule import Step, in_turns, leading, steps
+from fewstep.engines.ray.schedule import Step, early, in_turns, leading, steps
 from fewstep.engines.ray.transport import Parcel, joined, meets, packed, unpacked
 from fewstep.errors import UserError, UserErrors
 from fewstep.methods.api import Phase
@@ -128,6 +128,16 @@ def test_records_that_another_group_takes_are_those_of_the_phase_before():
     assert [step.group for step in found] == ["student", "critic", "student", "critic", "critic", "student"]
     assert [step.takes for step in found] == [{}, {"rollout": 0}, {}, {"rollout": 2}, {"rollout": 2}, {"scores": 4}]
     assert [step.sends for step in found] == [("critic",), (), ("critic",), (), ("student",), ()]
+
+
+def test_the_critic_group_runs_ahead_of_the_update_of_the_student_as_far_as_it_has_samples():
+    found = steps(dmd2(gan=None), groups(dmd2(gan=None)), 0)
+    assert named(early(found, {0, 2})) == ["critic.0", "critic.1", "scores"]
+    assert named(early(found, {0})) == ["critic.0"]
+    assert named(early(found, {0, 1, 2})) == ["critic.1", "scores"]
+    assert early(found, set()) == []
+    together = steps(dmd2(gan=None), groups(dmd2(gan=None), "shared"), 0)
+    assert early(together, {0}) == [], "where the student lives nothing runs ahead of it"
 
 
 def test_groups_that_take_turns_change_as_rarely_as_records_allow():

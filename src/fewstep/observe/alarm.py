@@ -58,8 +58,8 @@ class LatentAlarm:
             self.check(row)
 
     def check(self, row: Row) -> list[str]:
-        """One message for each place that has drifted, at the second reading in a row that says so, or at the first that
-        is not finite; it is silent until that place has come back."""
+        """One message for each place that has drifted, at the second reading in a row that says so, or the first
+        that is not finite; it is silent until that place has come back."""
         messages = []
         for name, std in row.values.items():
             place = name.removeprefix("latents/std.")

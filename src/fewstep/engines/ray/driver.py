@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.save import Checkpoint, CheckpointSection, checkpoint_folder
 from fewstep.engines.ray.cluster import bundles_of, cluster, imported
 from fewstep.engines.ray.placement import ROLLOUT, Group, RaySection
-from fewstep.engines.ray.schedule import Step, in_turns, leading, steps
+from fewstep.engines.ray.schedule import Step, early, in_turns, leading, steps
 from fewstep.engines.ray.transport import meets
 from fewstep.engines.ray.worker import Begin
 from fewstep.methods.api import Method
@@ -50,8 +50,10 @@ class Driver:
         self._calls: dict[Any, Seat] = {}
         self._sent: dict[tuple[int, int], dict[str, list[list[Any]]]] = {}
         """By iteration and phase, then by the group that takes: from each sender, what it has for each taker."""
-        self._ahead: set[int] = set()
-        """The iterations whose leading phases were handed out before their turn."""
+        self._ahead: dict[int, set[int]] = {}
+        """By iteration, the phases that were handed out before its turn."""
+        self.between = True
+        """Whether no update of an iteration was made whose turn has not come: then the run can end or be saved."""
         self._awake = ""
         self._pieces, self._stale = 0, False
         """Of the student's weights; and whether the workers that roll out lack an update of them."""
@@ -59,12 +61,13 @@ class Driver:
     def begin(self, method: Method, groups: Sequence[Group], begin: Begin) -> None:
         """Every worker makes its share of a run, in place of an earlier one; ``groups`` are as large as before."""
         self.method, self.groups = method, tuple(groups)
-        self._sent, self._ahead = {}, set()
+        self._sent, self._ahead, self.between = {}, {}, True
         for group in self.groups:
             workers = self._workers[group.name]
             self._turn(group.name)
             self._calls |= workers.call("begin", begin, group, workers.meeting())
-        self._settle()
+        self._settle(self._calls)
+        self._calls = {}
         self._stale = ROLLOUT in self._workers
         if self._stale:
             self._pieces = self._ask(self._student, "pieces")[0]
@@ -74,9 +77,10 @@ class Driver:
         for step in self._order(iteration):
             self._hand_out(step)
         last = {name: workers.call("finish", iteration) for name, workers in self._workers.items()}
-        for calls in last.values():
-            self._calls |= calls
-        self._settle(self.section.timeout_s)
+        now = self._calls | {call: seat for calls in last.values() for call, seat in calls.items()}
+        self._calls = {}
+        self._go_ahead(iteration + 1)
+        self._settle(now, self.section.timeout_s)
         self._sent = {place: parts for place, parts in self._sent.items() if place[0] > iteration}
         metrics: dict[str, float] = {}
         for calls in last.values():
@@ -164,15 +168,23 @@ class Driver:
             return in_turns(mine)
         if not self.section.overlap:
             return mine
-        first = leading(mine)
-        rest = [step for step in mine if step not in first]
-        if iteration not in self._ahead:
-            rest = first + rest
+        early_ones = self._ahead.pop(iteration, set())
+        mine = [step for step in mine if step.index not in early_ones]
         if self._cut(iteration + 1):
-            return rest
-        self._ahead.add(iteration + 1)
-        begun = len(rest) - len([step for step in rest if step not in first])
-        return rest[:begun] + leading(steps(self.method, self.groups, iteration + 1)) + rest[begun:]
+            return mine
+        first = leading(mine) if not early_ones else []
+        following = leading(steps(self.method, self.groups, iteration + 1))
+        self._ahead[iteration + 1] = {step.index for step in following}
+        return first + following + [step for step in mine if step not in first]
+
+    def _go_ahead(self, iteration: int) -> None:
+        """With ``overlap``: what groups without the student do next, while the student is updated."""
+        handed = self._ahead.get(iteration, set())
+        following = early(steps(self.method, self.groups, iteration), handed) if handed else []
+        for step in following:
+            self._hand_out(step)
+            handed.add(step.index)
+        self.between = not any(step.trains for step in following)
 
     def _hand_out(self, step: Step) -> None:
         """A phase to all workers of its group, each with references to the rows that it takes from elsewhere."""
@@ -224,13 +236,11 @@ class Driver:
         """The same call on every worker of a group, and what they return."""
         self._turn(group)
         calls = self._workers[group].call(method, *arguments)
-        self._calls |= calls
-        self._settle()
+        self._settle(calls)
         return imported().get(list(calls))
 
-    def _settle(self, limit_s: float | None = None) -> None:
-        """Waits for all that was handed out. Raises WorkerError that names a worker, or what is the user's to mend."""
+    def _settle(self, calls: Mapping[Any, Seat], limit_s: float | None = None) -> None:
+        """Waits for what was handed out. Raises WorkerError that names a worker, or what is the user's to mend."""
         from fewstep.engines.ray.group import settle
 
-        settle(self._calls, self.seats, limit_s)
-        self._calls = {}
+        settle(calls, self.seats, limit_s)

@@ -10,7 +10,7 @@ is handed in that order, so the copy is what the order says, however long anythi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fewstep.engines.process import parameters_of
@@ -82,4 +82,21 @@ def leading(ordered: Sequence[Step]) -> list[Step]:
             begun.add(ROLLOUT)  # what is rolled out after an update shows it
         if step.group not in begun:
             found.append(step)
+    return found
+
+
+def early(ordered: Sequence[Step], handed: Collection[int]) -> list[Step]:
+    """Of the groups without the student, the next steps of an iteration whose records are made by those of ``handed``,
+    by index, and by one another: they need not wait for the student's update of the iteration before."""
+    found: list[Step] = []
+    there = set(handed)
+    closed = {step.group for step in ordered if "student" in step.trains}
+    for step in ordered:
+        if step.index in handed or step.group in closed:
+            continue
+        if set(step.takes.values()) <= there:
+            found.append(step)
+            there.add(step.index)
+        else:
+            closed.add(step.group)
     return found
