@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.faults.launchers import PYTHON
-from tests.faults.sessions import MOST_S, ROOT, TOKEN, living
+from tests.faults.sessions import MOST_S, QUICK, ROOT, TOKEN, living
 
 
 class Head:
@@ -26,7 +26,7 @@ class Head:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.token, self.folder, self._session = secrets.token_hex(8), folder, 0
-        self._environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **environment}
+        self._environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **QUICK, **environment}
 
     @property
     def address(self) -> str:

@@ -34,6 +34,8 @@ ITEMS = 67
 MOST_S = 60.0
 """What nothing may take: from a fault to the end of all processes."""
 SETTINGS = (f"data.batch={BATCH}", "validation=null", "observe.every=1", "observe.report=false")
+QUICK = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+"""Ray's workers give way to every other process otherwise, and are slow on a machine that has much to do."""
 PROCESS = re.compile(r"process (\d+) on")
 """Of the first line that a worker on Ray says."""
 
@@ -166,7 +168,7 @@ class Patient:
             arguments += [f"checkpoint.every={self.every}", *settings, "--run", place]
         rows = self.rows_folder / f"{len(self.sessions):03d}"
         rows.mkdir(parents=True)
-        told = {TOKEN: token, "FAULT_ROWS": str(rows), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+        told = {TOKEN: token, "FAULT_ROWS": str(rows), "COLUMNS": "200", **QUICK, **environment}
         path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
         log = rows / "log.txt"
         with log.open("wb") as out:

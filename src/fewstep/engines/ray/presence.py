@@ -1,7 +1,7 @@
 """Whether Ray itself is still there: its head, and its daemon on the driver's machine.
 
-Without its head Ray lets everything go on for a while, and then ends this process without a word of the run. So a thread
-looks whether both still answer.
+Without its head Ray lets everything go on for a while, and then ends this process without a word of the run. So a
+thread looks whether both still answer.
 """
 
 from __future__ import annotations
