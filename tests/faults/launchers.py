@@ -76,18 +76,21 @@ class Launcher:
         return self.name
 
 
-def on_ray(layout: str, sizes: dict[str, int], more: str = "") -> Launcher:
-    """A Ray that is started for the run."""
+def on_ray(layout: str, address: str = "") -> Launcher:
+    """A Ray that is started for the run, or that is joined."""
+    sizes = {"all": 2} if layout == "shared" else {"critic": 1, "student": 1}
     groups = ", ".join(f"{name}: {{workers: {size}}}" for name, size in sizes.items())
-    engine = f"name: ray, layout: {layout}, groups: {{{groups}}}{more}"
+    engine = f"name: ray, layout: {layout}, groups: {{{groups}}}" + (f", address: '{address}'" if address else "")
     workers = tuple(f"{name}/{rank}" for name, size in sizes.items() for rank in range(size))
-    return Launcher(f"Ray, {layout}", len(workers), engine=engine, task=DMD2, workers=workers)
+    return Launcher(
+        f"Ray, {layout}" + ", joined" * bool(address), len(workers), engine=engine, task=DMD2, workers=workers
+    )
 
 
 ONE = Launcher("one process", 1)
 ONE_DMD2 = Launcher("one process, DMD2", 1, task=DMD2)
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "fewstep")
 TORCHRUN = Launcher("torchrun, 2 ranks", 2, (PYTHON, *TWO_RANKS))
-SHARED = on_ray("shared", {"all": 2})
-SPLIT = on_ray("split", {"critic": 1, "student": 1})
-COLOCATED = on_ray("colocated", {"critic": 1, "student": 1})
+SHARED = on_ray("shared")
+SPLIT = on_ray("split")
+COLOCATED = on_ray("colocated")

@@ -87,8 +87,8 @@ class Session:
         began = time.monotonic()
         try:
             self.process.wait(within_s)
-            while left := self.pids():
-                assert time.monotonic() - began < within_s, f"left behind: {left.keys()}\n{self.said}"
+            while left := self.pids().keys() | set(self.ranks().values()):
+                assert time.monotonic() - began < within_s, f"left behind: {left}\n{self.said}"
                 time.sleep(0.05)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there after {within_s} s: {self.pids().keys()}\n{self.said}") from None
@@ -231,9 +231,9 @@ class Patient:
 
 
 def noted(folder: Path) -> list[dict]:
-    """What the watched methods noted there, by iteration."""
+    """What the watched methods noted there, by iteration, and then by time."""
     lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
-    return sorted((json.loads(line) for line in lines), key=lambda row: row["iteration"])
+    return sorted((json.loads(line) for line in lines), key=lambda row: (row["iteration"], row["time_s"]))
 
 
 def assert_each_item_once(sessions: list[list[dict]], iterations: int, rows: int) -> None:

@@ -10,10 +10,17 @@ from functools import partial
 
 import pytest
 
-from tests.faults.launchers import COLOCATED, SPLIT, on_ray
+from tests.faults.launchers import COLOCATED, ONE_DMD2, SPLIT, on_ray
 from tests.faults.ray_head import ray_head
-from tests.faults.sessions import MOST_S, Patient, Session, lives, noted
-from tests.faults.test_faults import PACE, SEED, goes_on_to_the_same_end, lost_no_more_than_it_may, says_how_to_go_on
+from tests.faults.sessions import Patient, Session, noted
+from tests.faults.test_faults import (
+    PACE,
+    SEED,
+    goes_on_to_the_same_end,
+    is_killed_at_random,
+    lost_no_more_than_it_may,
+    says_how_to_go_on,
+)
 
 pytestmark = pytest.mark.faults
 CRITIC, STUDENT, DRIVER = 0, 1, -1
@@ -42,7 +49,7 @@ def test_a_worker_or_the_driver_that_is_killed_during_a_save_leaves_the_checkpoi
         session = patient.start(SPLIT, **PACE)
         session.wait(lambda: patient.done() > 0 or patient.saved() > 0, "an iteration")
         before = patient.saved()
-        session.wait(lambda: bool(patient.partials()), "a save", every_s=0)
+        session.wait(lambda: bool(patient.partials()), "a save", every_s=0.0005)
         time.sleep(draw.uniform(0, 0.004))
         if rank == DRIVER:
             session.process.kill()
@@ -97,30 +104,48 @@ def test_a_run_whose_workers_are_killed_goes_on_by_itself_as_often_as_it_may(wor
 
 
 def test_a_run_whose_cluster_loses_its_head_ends_and_goes_on_with_the_next_one(world, sound, note):
-    """The run joined the cluster: it ends, the workers too, and the next head serves it as well."""
+    """The run joined the cluster: it ends, the workers too, and the next head serves it as well. Where the driver is
+    killed the workers end, and the head stays."""
     patient = Patient(world, "headless", 24, 4, task=SPLIT.task)
-    with ray_head(**PACE) as head:
-        joined = on_ray("split", {"critic": 1, "student": 1}, f", address: '{head.address}'")
-        for killed in (("gcs_server",), ("raylet",), ()):
-            session, until = patient.start(joined, **PACE), patient.done() + 5
+    with ray_head(**PACE, **rows_of(patient)) as head:
+        joined = on_ray("split", head.address)
+        for struck in (("gcs_server",), ("raylet",), (), None):
+            session, until = patient.start(joined, **PACE), patient.done() + 4
             session.wait(lambda until=until: patient.done() >= until, f"iteration {until}")
-            workers = session.ranks()
-            head.kill(*killed)
+            if struck is None:
+                session.process.kill()
+            else:
+                head.kill(*struck)
             took = session.end()
             assert session.process.returncode
-            assert "Traceback" not in session.said, session.said
-            assert re.search(r"Ray at \S+ is gone: its (head|daemon)", session.said), session.said
-            says_how_to_go_on(patient, session)
             lost_no_more_than_it_may(patient)
-            assert len(workers) == 2
-            began = time.monotonic()
-            while any(lives(pid) for pid in workers.values()):
-                assert time.monotonic() - began < MOST_S
-                time.sleep(0.1)
-            took += time.monotonic() - began
-            names = " and ".join(killed) or "the whole head"
-            note(f"{joined.name}, joined: SIGKILL of {names}: ended in {took:.1f} s")
-            head.end()
-            head.start()
+            names = "the driver" if struck is None else " and ".join(struck) or "the whole head"
+            note(f"{joined}: SIGKILL of {names}: ended in {took:.1f} s")
+            if struck is not None:
+                assert "Traceback" not in session.said, session.said
+                assert re.search(r"Ray at \S+ is gone: its (head|daemon)", session.said), session.said
+                says_how_to_go_on(patient, session)
+                head.end()
+                head.start()
         patient.finish(joined)
     patient.assert_equals(sound(SPLIT, 24, 4))
+    patient.check_items()
+
+
+def test_workers_that_are_killed_20_times_at_random_moments_lose_nothing(world, sound, note):
+    """On a cluster that goes on meanwhile; from session to session the run goes from layout to layout."""
+    patient = Patient(world, "killed-workers", 70, 2, task=SPLIT.task)
+    with ray_head(**PACE, **rows_of(patient)) as head:
+        chain = [on_ray(layout, head.address) for layout in ("shared", "split", "colocated")]
+        line = is_killed_at_random(patient, chain, note)
+        patient.finish(chain[-1])
+    patient.assert_equals(sound(ONE_DMD2, 70, 2), exact=False)
+    patient.check_items()
+    note(line)
+
+
+def rows_of(patient: Patient) -> dict[str, str]:
+    """Where workers note what they see, whose environment is that of the cluster."""
+    folder = patient.rows_folder / "workers"
+    folder.mkdir(parents=True)
+    return {"FAULT_ROWS": str(folder)}
