@@ -93,9 +93,9 @@ def test_recomputing_takes_less_memory_and_more_time(video):
 
 def test_what_is_computed_again_is_no_work_of_the_model():
     """MFU counts nothing twice."""
-    kept, again = (planner("wan_nano/dmd2", f"engine.recompute={flag}") for flag in ("false", "true"))
+    kept, again = (planner("wan_nano/sft", f"engine.recompute={flag}") for flag in ("false", "true"))
     assert again.model_flops == pytest.approx(kept.model_flops, rel=1e-12)
-    assert again.estimate(Layout(1, recompute=True)).seconds > kept.estimate(Layout(1)).seconds
+    assert any(work.again for phase in again.traced(True) for work in phase.works)
 
 
 def test_ranks_that_share_a_clip_divide_its_activations(video):
