@@ -60,4 +60,8 @@ RAY = (
            '                os.kill(seat.place["pid"], signal.SIGKILL)\n',
            "                pass\n",
            (f"{GROUPS}::test_a_worker_that_fails_or_stalls_is_named_and_none_is_left",)),
+    Mutant("last-words-of-another-process", "engines/ray/group.py",
+           "[-1] if log else",
+           "[0] if log else",
+           ("engines/test_ray_group.py::test_the_last_words_are_those_of_the_last_process_in_that_place",)),
 )

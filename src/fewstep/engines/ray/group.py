@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -35,6 +36,10 @@ END_S = 10.0
 """How long a worker that was told to end may live."""
 
 
+BEGINS = re.compile(r"^\S+/\d+: process \d+ on \S+$", re.MULTILINE)
+"""The first line of a worker."""
+
+
 class WorkerError(RankError):
     """A worker failed, died, or no longer answers; the message names it and says its last words."""
 
@@ -58,9 +63,11 @@ class Seat:
 
 
 def last_words(log: Path | None) -> str:
-    """The end of what a worker said, where that is known."""
+    """The end of what a worker said after its first line, where it said something; before that stands in the log what
+    other processes said in its place."""
     with suppress(OSError):
-        lines = log.read_text(errors="replace").strip().splitlines() if log else []
+        text = BEGINS.split(log.read_text(errors="replace"))[-1] if log else ""
+        lines = [line for line in text.splitlines() if line.strip()]
         if lines:
             return f"; its last words: {' | '.join(lines[-3:])}"
     return ""
