@@ -1,39 +1,24 @@
-"""``fewstep train`` with ``engine.name=ray``: the run folder, resuming on other engines, a stop, workers that fail."""
+"""``fewstep train`` with ``engine.name=ray``: the run folder, and resuming on other engines."""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fewstep.checkpoint.run_folder import RunFolder
-from fewstep.checkpoint.save import newest_complete
 from fewstep.cli.shipped import shipped_recipes
-from fewstep.config import dump_recipe
 from fewstep.engines.ray.placement import RaySection
 from fewstep.observe.sinks import read_rows
-from fewstep.prepare import prepare
-from fewstep.train import train
-from tests.engines.test_ranks import ROOT, started
+from tests.engines.test_ranks import started
 from tests.faults.launchers import DMD2 as WATCHED
 from tests.faults.sessions import assert_each_item_once, noted
 from tests.recipes.tiny_runs import World, tensors, values
 
 pytest.importorskip("ray")
 WHOLE_RUNS = True
-PROCESS = re.compile(r"process (\d+) on")
-"""Of the first line that a worker says."""
 SFT, DMD2 = "wan_nano/sft", "wan_nano/dmd2"
 EXACT = ("data.batch=4", "engine.precision=float64", "engine.device=cpu")
-SHARED = ("engine.name=ray", "engine.groups.all={workers: 2}")
 SPLIT = ("engine.name=ray", "engine.layout=split", "engine.groups={critic: {workers: 1}, student: {workers: 1}}")
 
 
@@ -88,71 +73,3 @@ def two_ranks(*arguments: str) -> None:
     ranks = started("fewstep", arguments)
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-
-
-@pytest.mark.faults
-def test_a_run_whose_worker_is_killed_goes_on_by_itself(world: World, capsys: pytest.CaptureFixture[str]):
-    """``engine.max_restarts``: what it ends with is what an undisturbed run ends with."""
-    more = (*EXACT, "checkpoint.every=5", "validation=null", "student.schedule={}")
-    recipe = world.recipe(SFT, *more, *SHARED, "engine.max_restarts=1", "name=killed", iterations=20)
-    run = world.run("killed")
-    killer = threading.Thread(target=kill_after, args=(run.workers / "all-1.log", run.checkpoints))
-    killer.start()
-    assert train(prepare(recipe), run)
-    killer.join()
-    assert_all_gone(run)
-    said = capsys.readouterr().err
-    assert "worker all/1 (process" in said
-    assert "died: killed, or crashed" in said
-    assert "restarts left: 0" in said
-    world.train(SFT, *more, iterations=20, into="undisturbed")
-    assert_equal_runs(world, "killed", "undisturbed", 20)
-
-
-def kill_after(log: Path, checkpoints: Path) -> None:
-    """Kills the worker of the log as soon as there is a checkpoint."""
-    wait_for(lambda: newest_complete(checkpoints) is not None)
-    os.kill(int(PROCESS.findall(log.read_text())[-1]), signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-@pytest.mark.faults
-def test_ctrl_c_saves_and_leaves_no_process(world: World):
-    """A Ray that was started for the run ends with it."""
-    recipe = world.path / "stopped.yaml"
-    recipe.write_text(dump_recipe(world.recipe(SFT, *EXACT, *SHARED, "validation=null", iterations=100_000)))
-    run = world.run("stopped")
-    command = [sys.executable, "-m", "fewstep", "train", str(recipe), "--run", str(run.path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    program = subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        wait_for(lambda: run.metrics.exists() and any(row.iteration > 1 for row in read_rows(run.metrics)))
-        program.send_signal(signal.SIGINT)
-        said = program.communicate(timeout=60)[0]
-    finally:
-        program.kill()
-    assert program.returncode == 130, said
-    own = [line for line in said.strip().splitlines() if "(raylet)" not in line]  # Ray tells of every worker that ends
-    assert own[-1].startswith("Checkpoint saved. Go on with: fewstep train --resume"), said
-    assert "Traceback" not in said
-    newest = newest_complete(run.checkpoints)
-    assert newest is not None
-    assert max(row.iteration for row in read_rows(run.metrics)) == int(newest.name.rpartition("-")[2])
-    assert_all_gone(run)
-
-
-def assert_all_gone(run: RunFolder) -> None:
-    """No worker that ever wrote into the run's folder is left."""
-    from fewstep.engines.ray.group import lives
-
-    numbers = [int(number) for log in run.workers.iterdir() for number in PROCESS.findall(log.read_text())]
-    assert len(numbers) >= 2
-    wait_for(lambda: not any(lives(number) for number in numbers), 10.0)

@@ -159,6 +159,10 @@ def test_a_stop_that_is_asked_for_saves_the_last_iteration(launcher, number, wor
     took = session.end()
     assert patient.saved() == patient.done() < 30, session.said
     says_how_to_go_on(patient, session)
+    if launcher is not TORCHRUN:  # which says something of its own
+        assert session.process.returncode == 130
+        assert session.said.splitlines()[-1].startswith("Checkpoint saved. Go on with: "), session.said
+        assert "Traceback" not in session.said
     goes_on_to_the_same_end(patient, sound, launcher)
     note(f"{launcher}: {number.name}: saved and ended in {took:.1f} s")
 
