@@ -71,5 +71,9 @@ def test_a_run_goes_from_two_ranks_to_groups_of_workers_to_one_process_and_back(
 
 def two_ranks(*arguments: str) -> None:
     ranks = started("fewstep", arguments)
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said

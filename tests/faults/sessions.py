@@ -33,6 +33,8 @@ TOKEN = "FEWSTEP_FAULT_TOKEN"
 ITEMS = 67
 MOST_S = 60.0
 """What nothing may take: from a fault to the end of all processes."""
+START_S = 300.0
+"""What a start may take, on a machine that does something else too."""
 SETTINGS = (f"data.batch={BATCH}", "validation=null", "observe.every=1", "observe.report=false")
 QUICK = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 """Ray's workers give way to every other process otherwise, and are slow on a machine that has much to do."""
@@ -75,7 +77,7 @@ class Session:
         self.wait(lambda: rank in self.ranks(), f"rank {rank}")
         os.kill(self.ranks()[rank], number)
 
-    def wait(self, condition: Callable[[], bool], what: str, within_s: float = 180.0, every_s: float = 0.005) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, within_s: float = START_S, every_s: float = 0.02) -> None:
         until = time.monotonic() + within_s
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.said}"
@@ -187,7 +189,7 @@ class Patient:
     def finish(self, launcher: Launcher) -> None:
         """Goes on to the end."""
         session = self.start(launcher)
-        session.end(300)
+        session.end(START_S)
         assert session.process.returncode == 0, session.said
 
     def done(self) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.launchers import ONE, SHARED, SPLIT, TORCHRUN
-from tests.faults.sessions import Patient, Session
+from tests.faults.sessions import START_S, Patient, Session
 from tests.faults.small_disk import small_disk
 
 PACE = {"FAULT_PACE": "0.05"}
@@ -102,13 +102,14 @@ def test_a_rank_that_raises_ends_the_run_with_its_words(launcher, world, sound, 
     rank = launcher.world - 1
     patient = Patient(world, f"raised-{launcher.slug}", 30, 4, task=launcher.task)
     session = patient.start(launcher, FAULT=f"raise:{rank}:13")
+    session.wait(lambda: patient.done() >= 12, "iteration 12")
     took = session.end()
     assert session.process.returncode
     assert re.search(launcher.raised(rank), session.said), session.said
     says_how_to_go_on(patient, session)
     assert patient.saved() == 12
     goes_on_to_the_same_end(patient, sound, launcher)
-    note(f"{launcher}: a rank raises: ended in {took:.1f} s from its start")
+    note(f"{launcher}: a rank raises: ended in {took:.1f} s")
 
 
 @launchers(TORCHRUN, SHARED)
@@ -201,7 +202,7 @@ def test_a_disk_that_is_full_ends_the_run_and_refuses_the_next_until_there_is_ro
         assert patient.saved() in (8, 12)
         assert not patient.partials()
         again = patient.start(launcher)
-        again.end()
+        again.end(START_S)
         assert "a checkpoint takes" in again.said, again.said
         disk.empty()
         goes_on_to_the_same_end(patient, sound, launcher)
