@@ -20,7 +20,8 @@ from tests.faults.launchers import ONE, SHARED, SPLIT, TORCHRUN
 from tests.faults.sessions import START_S, Patient, Session
 from tests.faults.small_disk import small_disk
 
-PACE = {"FAULT_PACE": "0.05"}
+PACE, SLOW = {"FAULT_PACE": "0.05"}, {"FAULT_PACE": "0.2"}
+"""``SLOW`` where a fault must come between two iterations that are few."""
 KILLS, SEED = 20, 4
 
 pytestmark = pytest.mark.faults
@@ -151,7 +152,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(launcher, rank, world, sou
 def test_a_stop_that_is_asked_for_saves_the_last_iteration(launcher, number, world, sound, note):
     """Of the launcher, as a scheduler asks it; or of all processes in its group, as a terminal does."""
     patient = Patient(world, f"{number.name}-{launcher.slug}", 30, 8, task=launcher.task)
-    session = patient.start(launcher, **PACE)
+    session = patient.start(launcher, **SLOW)
     session.wait(lambda: patient.done() >= 11, "iteration 11")
     if number == signal.SIGINT:
         os.killpg(session.process.pid, number)
@@ -190,7 +191,7 @@ def test_a_disk_that_is_full_ends_the_run_and_refuses_the_next_until_there_is_ro
             pytest.skip("neither unshare -rm nor root may mount a tmpfs here")
         named = Patient(world, f"full-{room}-{launcher.slug}", 30, 4, task=launcher.task)
         patient = replace(named, around=disk.around, place=disk.inside / "run", seen_at=disk.here / "run")
-        session = patient.start(launcher, **PACE)
+        session = patient.start(launcher, **SLOW)
         session.wait(lambda: patient.saved() >= 8, "the second checkpoint")
         disk.fill(but=room)
         took = session.end()
