@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(launcher, rank, world, sou
 
 
 @launchers(ONE, TORCHRUN, SPLIT)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_stop_that_is_asked_for_saves_the_last_iteration(launcher, number, world, sound, note):
     """Of the launcher, as a scheduler asks it; or of all processes in its group, as a terminal does."""
     patient = Patient(world, f"{number.name}-{launcher.slug}", 30, 8, task=launcher.task)
