@@ -115,7 +115,7 @@ def trainer_of(plan: Plan, run: RunFolder, saver: Saver, advice: str) -> Iterato
         with run.lock():
             found = examined(plan, None, run)
             driver = Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut)
-            with driver, present(advice):
+            with driver, present(driver.seats, advice):
                 yield driver, found
         return
     how = {name: getattr(recipe.engine, name) for name in ("timeout_s", "replicas", "sequence")}

@@ -11,11 +11,12 @@ from fewstep.engines.ray.presence import answers
 from tests.engines.test_ranks import ROOT
 
 LOOKING = """
-import sys, threading
+import functools, sys, threading
 from fewstep.engines.ray import presence
 presence.LOOK_S = 0.05
 heard, silent = (("127.0.0.1", int(port)) for port in sys.argv[1:])
-presence._look("here:6379", {"its head": silent, "its daemon on this machine": heard}, "Go on.", threading.Event())
+leave = functools.partial(presence._leave, [], "here:6379", "Go on.")
+presence._look({"its head": silent, "its daemon on this machine": heard}, leave, threading.Event())
 """
 
 

@@ -57,7 +57,7 @@ RAY = (
            'return WorkerError(f"a worker failed: ',
            (f"{GROUPS}::test_a_worker_that_fails_or_stalls_is_named_and_none_is_left",)),
     Mutant("workers-that-are-stopped-stay", "engines/ray/group.py",
-           '                os.kill(seat.place["pid"], signal.SIGKILL)\n',
+           '                os.kill(self.place["pid"], signal.SIGKILL)\n',
            "                pass\n",
            (f"{GROUPS}::test_a_worker_that_fails_or_stalls_is_named_and_none_is_left",)),
     Mutant("last-words-of-another-process", "engines/ray/group.py",

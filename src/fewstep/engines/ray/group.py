@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from safetensors import SafetensorError
 
 from fewstep.engines.mesh import RankError, Ranks
 from fewstep.engines.ray.placement import Group
@@ -60,6 +61,12 @@ class Seat:
     def here(self) -> bool:
         """Whether it is a process of this machine that lives."""
         return self.place["host"] == socket.gethostname() and lives(self.place["pid"])
+
+    def kill(self) -> None:
+        """Ends the process at once, where it is on this machine."""
+        if self.here:
+            with suppress(ProcessLookupError):
+                os.kill(self.place["pid"], signal.SIGKILL)
 
 
 def last_words(log: Path | None) -> str:
@@ -210,7 +217,7 @@ def _told(failures: Sequence[tuple[Seat, Exception]]) -> Exception:
     if isinstance(error, RayActorError):
         return WorkerError(f"{seat} died: killed, or crashed{last_words(seat.log)}")
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, (UserError, OSError)):
+    if isinstance(cause, (UserError, OSError, SafetensorError)):  # the last one is what a full disk looks like
         return cause
     return WorkerError(f"{seat} failed: {type(cause).__name__}: {cause}")
 
@@ -223,9 +230,7 @@ def ended(seats: Sequence[Seat]) -> None:
             ray.kill(seat.actor)
     _wait_for(seats, GRACE_S)
     for seat in seats:
-        if seat.here:
-            with suppress(ProcessLookupError):
-                os.kill(seat.place["pid"], signal.SIGKILL)
+        seat.kill()
     _wait_for(seats, END_S)
 
 

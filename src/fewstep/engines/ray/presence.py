@@ -10,12 +10,13 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from fewstep.engines.mesh import RankError
 from fewstep.engines.ray.cluster import imported
-from fewstep.errors import UserError
 
 LOOK_S = 1.0
 LOST_LOOKS = 5
@@ -24,18 +25,19 @@ Place = tuple[str, int]
 
 
 @contextmanager
-def present(advice: str) -> Iterator[None]:
-    """Inside, Ray runs. Where it is gone, this process says so and ends; or raises UserError, where workers that went
-    with it were missed first. advice: what is said of the run."""
+def present(seats: Sequence[Any], advice: str) -> Iterator[None]:
+    """Inside, Ray runs. Where it is gone, this process ends its workers (``seats``), says so, and ends too: leaving Ray
+    in good order would take until Ray itself gives up. advice: what is said of the run."""
     address, places = places_of_ray()
     over = threading.Event()
-    thread = threading.Thread(target=_look, args=(address, places, advice, over), daemon=True)
+    leave = partial(_leave, seats, address, advice)
+    thread = threading.Thread(target=_look, args=(places, leave, over), daemon=True)
     thread.start()
     try:
         yield
-    except RankError as error:
-        if gone := _gone(address, [name for name, place in places.items() if not answers(place)]):
-            raise UserError(gone) from error
+    except RankError:  # a worker is missed, perhaps since Ray is gone
+        if gone := [name for name, place in places.items() if not answers(place)]:
+            leave(gone)
         raise
     finally:
         over.set()
@@ -62,15 +64,18 @@ def answers(place: Place) -> bool:
     return True
 
 
-def _look(address: str, places: dict[str, Place], advice: str, over: threading.Event) -> None:
+def _look(places: dict[str, Place], leave: Callable[[list[str]], None], over: threading.Event) -> None:
     silent = dict.fromkeys(places, 0)
     while not over.wait(LOOK_S):
         silent = {name: 0 if answers(place) else silent[name] + 1 for name, place in places.items()}
-        if gone := _gone(address, [name for name, looks in silent.items() if looks >= LOST_LOOKS]):
-            sys.stderr.write(f"\nerror: {gone}\nComplete checkpoints are kept. {advice}\n")
-            sys.stderr.flush()
-            os._exit(1)
+        if gone := [name for name, looks in silent.items() if looks >= LOST_LOOKS]:
+            leave(gone)
 
 
-def _gone(address: str, names: Sequence[str]) -> str:
-    return f"Ray at {address} is gone: {' and '.join(names)} no longer answers" if names else ""
+def _leave(seats: Sequence[Any], address: str, advice: str, gone: Sequence[str]) -> None:
+    for seat in seats:
+        seat.kill()
+    words = f"Ray at {address} is gone: {' and '.join(gone)} no longer answers"
+    sys.stderr.write(f"\nerror: {words}\nComplete checkpoints are kept. {advice}\n")
+    sys.stderr.flush()
+    os._exit(1)
