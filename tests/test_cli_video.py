@@ -86,6 +86,9 @@ def test_a_class_changes_at_its_block_and_not_before(student, tmp_path):
     assert "frame 10 is inside a block; write 9 or 12" in call("stream", student, "--label", "0@10", code=2)
     assert "the stream ends at 18" in call("stream", student, "--frames", 18, "--label", "0@999999999", code=2)
     assert "another class is shown from frame 0 on" in call("stream", student, "--label", 1, "--label", 2, code=2)
+    both = call("stream", student, "--label", "No such thing", "--label", "0@10", code=2)
+    assert "no such class" in both
+    assert "frame 10 is inside a block" in both
     call("stream", student, "--frames", 18, "--label", "7@9", "--out", tmp_path / "later.gif")
     assert frames(tmp_path / "later.gif") == switched
 

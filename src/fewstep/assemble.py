@@ -25,10 +25,13 @@ COMPILERS = {"blocks": compile_blocks, "graphs": compile_whole}
 Weights = dict[tuple[Any, str], dict[str, Tensor]]
 
 
-def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None = None) -> ProcessEngine:
+def assemble(
+    plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None = None, rolls: bool = False
+) -> ProcessEngine:
     """The engine of the plan, on its device; with ``mesh`` every role is cut over the ranks, and each of them reads its
     own parts of the weights: no rank ever holds more of a network than its part and one whole tensor. ``only``: the
-    roles that the engine is to have; all of the method's, if left out."""
+    roles that the engine is to have; all of the method's, if left out. ``rolls``: whether it only makes the student's
+    samples, on weights that come from elsewhere before the first of them."""
     recipe, totals = plan.recipe, plan.total_updates()
     weights: Weights = {}
     offline = getattr(plan.method, "offline", ())  # roles that no iteration needs
@@ -39,6 +42,9 @@ def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None 
     ema: EMA | None = None
     for name in networks:
         role, network = plan.roles[name], networks[name]
+        if rolls:
+            roles[name] = copy(plan, name, network, mesh)
+            continue
         roles[name] = cut(plan, name, network, weights, mesh) if mesh else whole(plan, name, network, weights)
         if role.optimizer:
             assert role.schedule is not None
@@ -59,6 +65,7 @@ def assemble(plan: Plan, mesh: Mesh | None = None, only: Collection[str] | None 
         micro_batch=recipe.engine.micro_batch,
         mesh=mesh,
         offload=recipe.engine.offload,
+        gather_once=recipe.engine.gather_once,
     )
 
 
@@ -85,6 +92,20 @@ def cut(plan: Plan, name: str, network: Any, weights: Weights, mesh: Mesh) -> Ro
     made = ShardedRole(name, network.to_empty(device=plan.device), plan.precision, mesh)
     made.fill(values_of(plan, name, network, weights))
     return made
+
+
+def copy(plan: Plan, name: str, network: Any, mesh: Mesh | None) -> Role:
+    """A role for computing alone, without weights yet, in whose precision a trained one computes: that of the masters,
+    which autocast rounds. With ``mesh`` the network is without storage."""
+    masters = torch.promote_types(plan.precision, torch.float32)
+    network = freeze(network, torch.device("meta") if mesh else plan.device, masters)
+    settle(plan, name, network)
+    if mesh is None:
+        return Role(name, network, plan.precision)
+    from fewstep.engines.shards import ShardedRole, shard
+
+    shard(network, mesh)
+    return ShardedRole(name, network.to_empty(device=plan.device), plan.precision, mesh)
 
 
 def values_of(plan: Plan, name: str, network: Any, weights: Weights) -> Iterator[tuple[str, Tensor]]:

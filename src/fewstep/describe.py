@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import torch
+
 from fewstep.data.api import Dataset
 from fewstep.data.latents import LatentFolder
 from fewstep.engines.ray.placement import Group
 from fewstep.models.families import ModelSection
-from fewstep.needs import bytes_per_parameter
+from fewstep.needs import bytes_per_parameter, counts
 from fewstep.plan import Plan
 
 _KEPT_PER_TOKEN = 24
@@ -39,12 +41,15 @@ def describe(plan: Plan) -> str:
         total += gib
         origin = f"{role.source.path} ({role.source.chosen(role.weights)})" if role.source else "random weights"
         lines.append(f"{name:<14}{count:>14,}{gib:>8.3f} GiB  {origin}{'' if role.optimizer else ', frozen'}")
+    copies = copies_gib(plan)
+    if copies:
+        lines.append(f"{'copy of student':<28}{copies:>8.3f} GiB  for rollouts, renewed after each update")
     carried = carried_gib(plan)
     if carried:
         lines.append(f"{'carried histories':<28}{carried:>8.3f} GiB  of this iteration and the one before")
     lines += [
         f"{'activations':<28}{activations_gib(plan):>8.3f} GiB  about, for one training pass",
-        f"{'together':<28}{total + carried + activations_gib(plan):>8.3f} GiB",
+        f"{'together':<28}{total + copies + carried + activations_gib(plan):>8.3f} GiB",
         "",
         "updates of the whole run: " + ", ".join(f"{role} {count:,}" for role, count in plan.total_updates().items()),
         "phases of the last iteration: " + phases(plan),
@@ -55,12 +60,20 @@ def describe(plan: Plan) -> str:
 def placed(group: Group) -> str:
     """How many workers hold which roles."""
     part = f" with 1/{group.size} of" if group.size > 1 else " with"
-    return f"group {group.name}: {group.size} workers, each{part} {', '.join(group.roles)}"
+    what = "the student's weights, for rollouts alone" if group.rolls else ", ".join(group.roles)
+    return f"group {group.name}: {group.size} workers, each{part} {what}"
 
 
 def holders(plan: Plan, role: str) -> int:
     """The processes over which a role is cut."""
     return next((group.size for group in plan.groups if role in group.roles), plan.ranks.world)
+
+
+def copies_gib(plan: Plan) -> float:
+    """Memory of the student's weights on a worker that only rolls out; 0 where there is none."""
+    size = next((group.size for group in plan.groups if group.rolls), 0)
+    master = torch.promote_types(plan.precision, torch.float32).itemsize
+    return counts(plan)["student"] * master * plan.recipe.engine.replicas / size / 2**30 if size else 0.0
 
 
 def many(plan: Plan) -> str:

@@ -29,8 +29,8 @@ from fewstep.trajectories import generate
 class Member:
     """What one process contributes to a run.
 
-    roles: those that live here; all of the method, unless the run is split over groups of workers. saver: what writes
-    its checkpoints.
+    group: of workers, to which this one belongs, with some of the method's roles; else all of them live here. saver:
+    what writes its checkpoints.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class Member:
         plan: Plan,
         run: RunFolder,
         mesh: Mesh | None,
-        roles: tuple[str, ...] | None = None,
+        group: Group | None = None,
         saver: Saver | None = None,
     ):
         self.plan, self.mesh, self._saver = plan, mesh, saver or Saver()
-        self.engine = assemble(plan, mesh, roles)
-        self._check = validator(plan, self.engine.roles["student"], run) if "student" in self.engine.roles else None
+        self.engine = assemble(plan, mesh, group.roles, group.rolls) if group else assemble(plan, mesh)
+        averages = self.engine.ema is not None
+        self._check = validator(plan, self.engine.roles["student"], run) if averages else None
 
     def run(self, iteration: int) -> dict[str, Tensor]:
         """All phases of one iteration; its metrics are still on the device."""
@@ -86,7 +87,7 @@ def member(values: Mapping[str, Any], place: Path, group: Group, ranks: Ranks, s
         torch.set_num_threads(max(1, int(group.section.cpus)))
     generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=True))
     with join(ranks, plan.device, timeout_s=engine.timeout_s, replicas=engine.replicas, store=store) as mesh:
-        yield Member(plan, RunFolder(place), mesh, group.roles)
+        yield Member(plan, RunFolder(place), mesh, group)
 
 
 def validator(plan: Plan, student: Any, run: RunFolder) -> Validator | None:

@@ -143,8 +143,10 @@ def engine(
     device: torch.device = CPU,
     offload: bool = False,
     only: Sequence[str] | None = None,
+    rolls: bool = False,
 ) -> ProcessEngine:
-    """A new engine; every one of the same arguments is equal to the last bit. ``only``: of the roles."""
+    """A new engine; every one of the same arguments is equal to the last bit. ``only``: of the roles. ``rolls``:
+    whether it only makes samples, with a student of other weights until it is sent the right ones."""
     rank, world = mesh.ranks.rows(mesh.sequence) if mesh else (0, 1)
     optimizer = optimizer or OptimizerSection(lr=1e-3, betas=(0.5, 0.9), clip=1.0)
     schedule = ScheduleSection(name="cosine", warmup_updates=2, final=0.1)
@@ -154,13 +156,15 @@ def engine(
     conditioner: Any = drawn["student"].conditioner
     for name, net in ((name, net) for name, net in drawn.items() if only is None or name in only):
         placed = net.to(device, masters) if name in method.trained else freeze(net, device, dtype)
+        if rolls:
+            placed = freeze(randomise(placed, 99), device, masters)
         if mesh:
             shard(placed, mesh)
         roles[name] = ShardedRole(name, placed, dtype, mesh) if mesh else Role(name, placed, dtype)
     optimizers = {
         name: RoleOptimizer(roles[name].parameters(), optimizer, schedule, updates)
         for name, updates in updates_of(method, iterations).items()
-        if name in roles
+        if name in roles and not rolls
     }
     codec = IdentityCodec(IdentitySection(mean=(0.1, -0.2, 0.3, 0.0), std=(0.5, 0.6, 0.7, 0.8)))
     data = Tiles(3 if needs_clips(method) or chunks_of(method) > 1 else 1)
@@ -172,7 +176,7 @@ def engine(
         device,
     )
     section = ema or EMASection(decay=0.8, start=1)
-    average = EMA(roles["student"].parameters(), section) if "student" in roles else None
+    average = EMA(roles["student"].parameters(), section) if "student" in roles and not rolls else None
     if average is not None and "ema" in method.roles:
         roles["ema"] = AveragedRole(roles["student"], average)
     return ProcessEngine(

@@ -73,9 +73,10 @@ def test_drifting_latents_are_a_warning_in_the_run_and_on_the_screen(tmp_path):
     watcher, file = observer(tmp_path, every=1)
     watcher.train(1, metrics(1, std=1.0))
     watcher.train(2, metrics(2, std=2.5))
+    watcher.train(3, metrics(3, std=2.6))
     watcher.close()
     (warning,) = [row for row in read_rows(tmp_path / "metrics.jsonl") if row.kind == "warning"]
-    assert warning.iteration == 2
+    assert warning.iteration == 3
     assert "more than twice" in warning.message
     assert f"Warning: {warning.message}" in file.getvalue()
 
@@ -83,9 +84,10 @@ def test_drifting_latents_are_a_warning_in_the_run_and_on_the_screen(tmp_path):
 def test_the_alarm_remembers_the_first_latents_over_a_resume(tmp_path):
     first, _ = observer(tmp_path, every=1)
     first.train(1, metrics(1, std=1.0))
+    first.train(2, metrics(2, std=0.3))
     first.close()
-    second, file = observer(tmp_path, every=1, iteration=1)
-    second.train(2, metrics(2, std=0.3))
+    second, file = observer(tmp_path, every=1, iteration=2)
+    second.train(3, metrics(3, std=0.3))
     second.close()
     assert "less than half" in file.getvalue()
 

@@ -10,7 +10,7 @@ import typer
 
 from fewstep.cli.console import say
 from fewstep.cli.export import MODEL_HELP
-from fewstep.errors import UserError
+from fewstep.errors import UserError, UserErrors
 
 
 def stream(
@@ -123,6 +123,7 @@ def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any, frames: 
     from fewstep.cli.pictures import class_number
 
     found: dict[int, int] = {}
+    errors = []
     for text in labels:
         name, at, frame = text.rpartition("@")
         if not at or not frame.isdecimal():
@@ -130,10 +131,15 @@ def scheduled(labels: list[str], classes: tuple[str, ...], causal: Any, frames: 
         block = causal.block_from(int(frame))
         if causal.start(block) != int(frame):
             before, after = causal.start(block - 1), causal.start(block)
-            raise UserError(f"--label {text}: frame {frame} is inside a block; write {before} or {after}")
-        if int(frame) >= frames:
-            raise UserError(f"--label {text}: the stream ends at {frames}; write an earlier frame, or more --frames")
-        if block in found:
-            raise UserError(f"--label {text}: another class is shown from frame {frame} on; write @ and a later frame")
-        found[block] = class_number(name, classes, text)
+            errors.append(f"--label {text}: frame {frame} is inside a block; write {before} or {after}")
+        elif int(frame) >= frames:
+            errors.append(f"--label {text}: the stream ends at {frames}; write an earlier frame, or more --frames")
+        elif block in found:
+            errors.append(f"--label {text}: another class is shown from frame {frame} on; write @ and a later frame")
+        try:
+            found[block] = class_number(name, classes, text)
+        except UserError as error:
+            errors += error.args
+    if errors:
+        raise UserErrors(errors)
     return {0: 0, **found}

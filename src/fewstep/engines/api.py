@@ -30,6 +30,9 @@ class EngineSection(Section):
     sequence: int = Field(default=1, ge=1)
     """Processes that share the rows of a batch, and divide the tokens of every frame among them: for clips whose
     activations one GPU cannot hold. It must divide the number of processes, heads, and tokens of a frame."""
+    gather_once: bool = True
+    """Whether several processes gather the weights of a network once for a whole rollout, or validation, and keep them
+    until its end: much less traffic, for the memory of one network. Else each call gathers them block by block."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long a process waits for the others before the run ends with an error that names the one that is missing."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

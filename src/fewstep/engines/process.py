@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -59,10 +59,12 @@ class ProcessEngine:
         micro_batch: int | None = None,
         mesh: Mesh | None = None,
         offload: bool = False,
+        gather_once: bool = True,
     ):
         self.method, self.roles, self.optimizers, self.ema, self.batches = method, roles, optimizers, ema, batches
         self.seed, self.micro_batch, self.mesh = seed, micro_batch, mesh
-        self.offload, self.sleepers = offload, sleepers_of(roles, optimizers, ema)
+        self.offload, self.gather_once = offload, gather_once
+        self.sleepers = sleepers_of(roles, optimizers, ema)
         self.carries: dict[int, Carry] = {}
         """What the next iteration goes on from, by batch."""
         self._under_way: dict[int, Made] = {}
@@ -161,8 +163,9 @@ class ProcessEngine:
         """Inside, the student has its averaged weights; afterwards its own again, bit for bit."""
         assert self.ema is not None
         self.wake({"student", "ema"})
-        with self.ema.swapped():
-            yield self.roles["student"]
+        student = self.roles["student"]
+        with self.ema.swapped(), student.gathered() if self.gather_once else nullcontext():
+            yield student
 
     def wake(self, names: Iterable[str], perhaps: Iterable[str] = ()) -> None:
         """Groups of :attr:`sleepers` that are about to be used: all, or with ``offload`` those of ``names``, after
@@ -186,10 +189,16 @@ class ProcessEngine:
 
     @torch.no_grad()
     def _record(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> Any:
-        made = [phase.run(**arguments) for arguments, _ in self._pieces(phase, iteration, batch, records)]
+        with self._gathered(phase):
+            made = [phase.run(**arguments) for arguments, _ in self._pieces(phase, iteration, batch, records)]
         for record in made:  # concat, without gradient, would end a graph in silence
             assert_detached(record, phase.gives or phase.name)
         return concat(made)
+
+    def _gathered(self, phase: Phase) -> AbstractContextManager[None]:
+        """Around a rollout, which calls one role many times."""
+        handed = [name for name in parameters_of(phase.run) if name in self.roles]
+        return self.roles[handed[0]].gathered() if len(handed) == 1 and self.gather_once else nullcontext()
 
     def _train(self, phase: Phase, iteration: int, batch: Batch, records: dict[str, Any]) -> dict[str, Tensor]:
         metrics: dict[str, Tensor] = {}

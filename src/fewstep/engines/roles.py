@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -71,6 +71,19 @@ class DiscriminatorRoleSection(Section):
     """The critic's when left out."""
 
 
+class Part(NamedTuple):
+    """What a process holds of a weight of this ``shape``: ``rows`` along its first axis, from row ``first`` on."""
+
+    rows: Tensor
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_whole(self) -> int:
+        """Rows of the whole weight; a number alone is one row."""
+        return self.shape[0] if self.shape else 1
+
+
 class Role:
     """A network as a phase sees it: the model contract, computed in the engine's precision.
 
@@ -131,9 +144,21 @@ class Role:
         self.weights.wake()
         return self.network(features)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Around many calls without gradient, between which no weight changes: what ranks have parts of is gathered
+        once for all of them."""
+        return nullcontext()
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name."""
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+
+    def parts(self) -> dict[str, Part]:
+        """What this process holds of every weight, trainable or not; the rows are the weight's own memory."""
+        return {
+            name: Part(torch.atleast_1d(weight.detach()), 0, tuple(weight.shape))
+            for name, weight in self.network.named_parameters()
+        }
 
     def take_gradients(self) -> None:
         """After the last backward pass before an update; gradients already stand on the parameters."""
@@ -178,3 +203,10 @@ class AveragedRole(Role):
 def freeze(network: nn.Module, device: torch.device, precision: torch.dtype) -> nn.Module:
     """The network as a frozen role: its weights in the precision it computes in, none of them trainable, for ever."""
     return network.requires_grad_(False).to(device, precision).eval()
+
+
+def span(num: int, parts: int, index: int) -> tuple[int, int]:
+    """First row and end of what one of ``parts`` processes holds of ``num`` rows, as FSDP2 cuts them: all parts but the
+    last ones are of one size, and these may be empty."""
+    size = -(-num // parts)
+    return min(index * size, num), min((index + 1) * size, num)

@@ -4,19 +4,20 @@ the network only while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fewstep.checkpoint.tensor_file import Later
 from fewstep.engines.mesh import Mesh
 from fewstep.engines.offload import Sleeper
-from fewstep.engines.roles import Role
+from fewstep.engines.roles import Part, Role, span
 from fewstep.models.wan.model import Wan
 from fewstep.models.wan.parallelize import divide_tokens, shard_blocks
 
@@ -25,7 +26,7 @@ class ShardedRole(Role):
     """A role of which this rank holds a part.
 
     Optimizer, clipping and EMA work on :meth:`parameters`, plain tensors that are this rank's parts themselves, and
-    need not know of ranks. After every call of the network all weights are parts again.
+    need not know of ranks. After every call of the network all weights are parts again, but inside :meth:`gathered`.
     """
 
     def __init__(self, name: str, network: nn.Module, precision: torch.dtype, mesh: Mesh):
@@ -42,6 +43,15 @@ class ShardedRole(Role):
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's part of every trainable parameter, by name."""
         return {name: part for name, part in self._parts.items() if part.requires_grad}
+
+    def parts(self) -> dict[str, Part]:
+        axis = self.mesh.axes["shard"]
+        place = axis.size(), axis.get_local_rank()
+        shapes = {name: tuple(whole.shape) for name, whole in self._sharded.items()}
+        return {
+            name: Part(part.detach(), span(shapes[name][0], *place)[0], shapes[name])
+            for name, part in self._parts.items()
+        }
 
     def take_gradients(self) -> None:
         """Gives every part its gradient, which FSDP2 has averaged over the ranks."""
@@ -63,6 +73,20 @@ class ShardedRole(Role):
             missing.remove(name)
         if missing:
             raise RuntimeError(f"{self.name}: no values for {', '.join(sorted(missing)[:5])}")
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, what a call without gradient gathers stays whole for the calls that follow; weights must not change.
+        Afterwards all are parts again."""
+        cut = [module for module in self.network.modules() if isinstance(module, FSDPModule)]
+        try:
+            for module in cut:
+                module.set_reshard_after_forward(False, recurse=False)
+            yield
+        finally:
+            for module in cut:
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
 
     def state(self) -> dict[str, Any]:
         return self.whole({name: self.weights.value(part) for name, part in self._parts.items()})
@@ -94,10 +118,10 @@ class ShardedRole(Role):
         return parts[mine] if mine < len(parts) else whole[:0]
 
     def _later(self, owner: Any, part: Tensor) -> Later:
-        return Later(tuple(owner.shape), part.dtype, partial(gathered, owner, part))
+        return Later(tuple(owner.shape), part.dtype, partial(joined, owner, part))
 
 
-def gathered(owner: Any, part: Tensor) -> Tensor:
+def joined(owner: Any, part: Tensor) -> Tensor:
     """The whole of which every rank hands in its part, cut like ``owner``."""
     whole = DTensor.from_local(
         part.detach().to(owner.device),

@@ -6,7 +6,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,15 @@ class Stopwatch:
         else:
             mark = time.perf_counter()
         self._marks.append((kind, mark))
+
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
+        """Inside, a lap of ``kind``; afterwards nothing is timed."""
+        self.lap(kind)
+        try:
+            yield
+        finally:
+            self.lap(None)
 
     def read(self) -> dict[str, float]:
         """Seconds of each kind for an iteration, a mean since the last reading.

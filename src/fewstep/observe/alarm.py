@@ -15,6 +15,8 @@ STD_FACTOR = 2.0
 """The std may lie between the first one divided and multiplied by this."""
 MEAN_SHIFT = 0.5
 """The mean may move by this many of the first std."""
+IN_A_ROW = 2
+"""Readings outside before it is told: one reading is one small batch."""
 
 ADVICE = (
     "Compare the latest samples with earlier ones; if they are worse, go back to an earlier checkpoint with a lower "
@@ -50,22 +52,26 @@ class LatentAlarm:
 
     def __init__(self, earlier: Iterable[Row] = ()):
         self._first: dict[str, tuple[int, float, float]] = {}
-        self._outside: set[str] = set()
+        self._outside: dict[str, int] = {}
+        """Readings in a row, by place."""
         for row in earlier:
             self.check(row)
 
     def check(self, row: Row) -> list[str]:
-        """One message for each place that has just drifted; it is silent until that place has come back."""
+        """One message for each place that has drifted, at the second reading in a row that says so, or at the first that
+        is not finite; it is silent until that place has come back."""
         messages = []
         for name, std in row.values.items():
             place = name.removeprefix("latents/std.")
             mean = row.values.get(f"latents/mean.{place}")
             if place == name or mean is None:
                 continue
-            problem = self._problem(place, row.iteration, mean, std)
-            if problem and place not in self._outside:
+            problem, before = self._problem(place, row.iteration, mean, std), self._outside.get(place, 0)
+            finite = math.isfinite(mean) and math.isfinite(std)
+            now = 0 if problem is None else before + 1 if finite else max(before + 1, IN_A_ROW)
+            if problem and before < IN_A_ROW <= now:
                 messages.append(problem)
-            (self._outside.add if problem else self._outside.discard)(place)
+            self._outside[place] = now
         return messages
 
     def _problem(self, place: str, iteration: int, mean: float, std: float) -> str | None:

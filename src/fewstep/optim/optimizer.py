@@ -49,9 +49,8 @@ class RoleOptimizer:
         some = next(iter(self.parameters.values()))
         self.updates = torch.zeros((), dtype=torch.int64, device=some.device)
         self.skipped = torch.zeros_like(self.updates)
-        self._lr = torch.zeros(
-            (), dtype=torch.float64 if some.dtype == torch.float64 else torch.float32, device=some.device
-        )
+        wide = some.dtype == torch.float64 and some.device.type == "cpu"  # the kernel of CUDA reads float32 alone
+        self._lr = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=some.device)
         self._adamw = torch.optim.AdamW(
             list(self.parameters.values()),
             lr=self._lr,

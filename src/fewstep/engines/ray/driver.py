@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fewstep.checkpoint.meta import Meta
 from fewstep.checkpoint.save import Checkpoint, CheckpointSection, checkpoint_folder
 from fewstep.engines.ray.cluster import bundles_of, cluster, imported
-from fewstep.engines.ray.placement import Group, RaySection
+from fewstep.engines.ray.placement import ROLLOUT, Group, RaySection
 from fewstep.engines.ray.schedule import Step, in_turns, leading, steps
 from fewstep.engines.ray.transport import meets
 from fewstep.engines.ray.worker import Begin
@@ -19,6 +19,10 @@ from fewstep.methods.api import Method
 
 if TYPE_CHECKING:
     from fewstep.engines.ray.group import Seat, Workers
+
+
+ON_THE_WAY = 2
+"""Pieces of the student's weights that may be under way to the workers that roll out."""
 
 
 class Driver:
@@ -49,6 +53,8 @@ class Driver:
         self._ahead: set[int] = set()
         """The iterations whose leading phases were handed out before their turn."""
         self._awake = ""
+        self._pieces, self._stale = 0, False
+        """Of the student's weights; and whether the workers that roll out lack an update of them."""
 
     def begin(self, method: Method, groups: Sequence[Group], begin: Begin) -> None:
         """Every worker makes its share of a run, in place of an earlier one; ``groups`` are as large as before."""
@@ -59,6 +65,9 @@ class Driver:
             self._turn(group.name)
             self._calls |= workers.call("begin", begin, group, workers.meeting())
         self._settle()
+        self._stale = ROLLOUT in self._workers
+        if self._stale:
+            self._pieces = self._ask(self._student, "pieces")[0]
 
     def run(self, iteration: int) -> dict[str, float]:
         """All phases of one iteration. Returns its metrics, and how long each group waited for the others."""
@@ -102,6 +111,7 @@ class Driver:
         """Every group reads the files of its roles."""
         for group in self._workers:
             self._ask(group, "load", str(checkpoint.path))
+        self._stale = ROLLOUT in self._workers
 
     def __enter__(self) -> Driver:
         try:
@@ -168,6 +178,9 @@ class Driver:
         """A phase to all workers of its group, each with references to the rows that it takes from elsewhere."""
         workers = self._workers[step.group]
         self._turn(step.group)
+        if step.group == ROLLOUT and self._stale:
+            self._renew()
+        self._stale = self._stale or "student" in step.trains
         parcels: list[list[Any]] = [[] for _ in workers.seats]
         counts: dict[str, int] = {}
         for name, giver in step.takes.items():
@@ -177,13 +190,27 @@ class Driver:
                 parcels[taker] += mine
                 counts[name] = len(mine)
         sizes = tuple(len(self._workers[name].seats) for name in step.sends)
-        made = workers.perform((step.iteration, step.index, counts, sizes), parcels, sum(sizes))
+        made = workers.pass_on("perform", (step.iteration, step.index, counts, sizes), parcels, sum(sizes))
         self._calls |= {done: seat for done, seat, _ in made}
         first = 0
         for name, size in zip(step.sends, sizes, strict=True):
             place = self._sent.setdefault((step.iteration, step.index), {})
             place[name] = [sent[first : first + size] for _, _, sent in made]
             first += size
+
+    def _renew(self) -> None:
+        """The student's weights to the workers that roll out, piece by piece; none is cut off before an earlier one was
+        taken, so that few lie in Ray's memory."""
+        student, rollout = self._workers[self._student], self._workers[ROLLOUT]
+        takers, taken = len(rollout.seats), list[list[Any]]()
+        for number in range(self._pieces):
+            before = taken[number - ON_THE_WAY] if number >= ON_THE_WAY else []
+            gave = student.pass_on("give", (number, takers), [before for _ in student.seats], takers)
+            parcels = [[sent[taker] for _, _, sent in gave] for taker in range(takers)]
+            took = rollout.pass_on("take", (number, number == self._pieces - 1), parcels, 0)
+            taken.append([done for done, _, _ in took])
+            self._calls |= {done: seat for done, seat, _ in (*gave, *took)}
+        self._stale = False
 
     def _turn(self, group: str) -> None:
         """With ``colocated``: the group computes next, after the other one has gone to sleep."""

@@ -129,11 +129,13 @@ class Workers:
         """The same call on every worker: what each will return, and who returns it."""
         return {getattr(seat.actor, method).remote(*arguments): seat for seat in self.seats}
 
-    def perform(self, call: Sequence[Any], parcels: Sequence[Sequence[Any]], returns: int) -> list[Performed]:
-        """A phase on every worker, each with its own parcels; ``returns`` parcels come from each."""
+    def pass_on(
+        self, method: str, call: Sequence[Any], parcels: Sequence[Sequence[Any]], returns: int
+    ) -> list[Performed]:
+        """The same call on every worker, each with its own parcels; ``returns`` parcels come from each."""
         found = []
         for seat, mine in zip(self.seats, parcels, strict=True):
-            made = seat.actor.perform.options(num_returns=1 + returns).remote(*call, *mine)
+            made = getattr(seat.actor, method).options(num_returns=1 + returns).remote(*call, *mine)
             done, *sent = made if returns else [made]
             found.append((done, seat, sent))
         return found

@@ -2,6 +2,10 @@
 
 Every group performs its own phases in the order of the method, so roles change as they do in one process; between
 groups only records bind. Any order that keeps both gives the same numbers.
+
+Workers that only roll out have a copy of the student, so for them one thing binds more: the driver hands them the
+weights of all updates that were handed out before a rollout, and of none that come after it. Each worker does what it
+is handed in that order, so the copy is what the order says, however long anything takes.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fewstep.engines.process import parameters_of
-from fewstep.engines.ray.placement import Group, roles_of
+from fewstep.engines.ray.placement import ROLLOUT, Group, home
 from fewstep.methods.api import Method
 
 
@@ -26,13 +30,14 @@ class Step:
     """Records that another group makes: by name, the index of the phase that gives it."""
     sends: tuple[str, ...] = ()
     """Groups that take the record that this phase gives."""
-    trains: bool = False
+    trains: tuple[str, ...] = ()
+    """Roles."""
 
 
 def steps(method: Method, groups: Sequence[Group], iteration: int) -> list[Step]:
     """The phases of an iteration in the order of the method, each with its group."""
     phases = list(method.phases(iteration))
-    homes = [_home(roles_of(phase, method), groups) for phase in phases]
+    homes = [home(phase, method, groups) for phase in phases]
     takes: list[dict[str, int]] = []
     latest: dict[str, int] = {}
     for index, phase in enumerate(phases):
@@ -45,7 +50,7 @@ def steps(method: Method, groups: Sequence[Group], iteration: int) -> list[Step]
         for giver in range(len(phases))
     ]
     return [
-        Step(iteration, index, phase.name, homes[index], takes[index], sends[index], bool(phase.trains))
+        Step(iteration, index, phase.name, homes[index], takes[index], sends[index], phase.trains)
         for index, phase in enumerate(phases)
     ]
 
@@ -73,10 +78,8 @@ def leading(ordered: Sequence[Step]) -> list[Step]:
     for step in ordered:
         if step.takes or step.trains:
             begun.add(step.group)
+        if "student" in step.trains:
+            begun.add(ROLLOUT)  # what is rolled out after an update shows it
         if step.group not in begun:
             found.append(step)
     return found
-
-
-def _home(roles: Sequence[str], groups: Sequence[Group]) -> str:
-    return next(group.name for group in groups if set(roles) <= set(group.roles))

@@ -40,7 +40,7 @@ def packed(record: Any, sender: int, senders: int, taker: int, takers: int) -> P
     wanted = (mine % takers == taker).nonzero().flatten()
     record = map_tensors(lambda tensor: tensor.detach()[wanted.to(tensor.device)].cpu().contiguous(), record)
     form = map_tensors(lambda tensor: tensor.new_empty((0, *tensor.shape[1:])), record)
-    return Parcel(form, tuple(_bytes(tensor) for tensor in leaves(record)))
+    return Parcel(form, tuple(bytes_of(tensor) for tensor in leaves(record)))
 
 
 def joined(parcels: Sequence[Parcel], device: torch.device) -> Any:
@@ -54,15 +54,16 @@ def joined(parcels: Sequence[Parcel], device: torch.device) -> Any:
 def unpacked(parcel: Parcel) -> Any:
     """The rows of a parcel as views of its memory, which must not be written."""
     values = iter(parcel.values)
-    return map_tensors(lambda empty: _tensor(next(values), empty.dtype), parcel.form)
+    return map_tensors(lambda empty: tensor_of(next(values), empty.dtype), parcel.form)
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
-    """With the tensor's number of axes; NumPy knows no bfloat16."""
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the CPU, with its number of axes; NumPy knows no bfloat16."""
     return tensor.view(torch.uint8).numpy()
 
 
-def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+def tensor_of(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`bytes_of`: a view, which must not be written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of arrays that cannot be written; this one is only read
         return torch.from_numpy(values).view(dtype)

@@ -23,6 +23,8 @@ from fewstep.engines.mesh import Ranks
 from fewstep.engines.process import ProcessEngine
 from fewstep.engines.ray.placement import Group
 from fewstep.engines.ray.transport import Parcel, joined, packed
+from fewstep.engines.ray.weights import Rows, Taking, pieces, sent
+from fewstep.engines.roles import Role
 
 STORE_S = 300.0
 """How long the workers of a group wait for each other to begin."""
@@ -53,6 +55,8 @@ class Worker:
         self._idle_since, self._waited_s = time.monotonic(), 0.0
         self._failed: BaseException | None = None
         self._open, self._share, self._begun = ExitStack(), None, 0
+        self._rolls = False
+        self._taking: Taking | None = None
         self._store: dist.Store | None = None
         if log:
             _write_to(Path(log))
@@ -72,7 +76,7 @@ class Worker:
 
     def begin(self, begin: Begin, group: Group, meeting: tuple[str, int] | None) -> None:
         """Makes the engine of this worker, in place of an earlier one. ``meeting``: where the first worker is."""
-        self._failed, self._share, self._begun = None, None, self._begun + 1
+        self._failed, self._share, self._begun, self._rolls = None, None, self._begun + 1, group.rolls
         with self._call("the start"):
             self._open.close()
             if meeting and self._store is None:
@@ -105,10 +109,39 @@ class Worker:
             waited_s, self._waited_s = self._waited_s, 0.0
             return metrics | {f"{self.name}/waiting_s": waited_s}
 
+    def pieces(self) -> int:
+        """In how many pieces the student's weights go to workers that roll out."""
+        return len(pieces(self._student.parts()))
+
+    def give(self, number: int, takers: int, *taken: None) -> tuple[Any, ...]:
+        """A piece of the student's weights, as far as this worker has it. ``takers``: how many workers roll out.
+        ``taken``: what must be done before. Returns None, then what each of them takes."""
+        with self._call("handing on the student's weights"), self._engine.watch.during("sync"):
+            mesh, me = self._engine.mesh, self.ranks
+            sets = mesh.replicas if mesh else 1
+            cuts = pieces(self._student.parts())[number]
+            return (None, *sent(self._student, cuts, takers, (me.rank * sets // me.world, sets)))
+
+    def take(self, number: int, last: bool, *given: tuple[Rows, ...]) -> None:
+        """On a worker that rolls out: a piece of the student's weights, from every worker of its group."""
+        with self._call("taking the student's weights"), self._engine.watch.during("sync"):
+            self._engine.wake({"student"})
+            taking = self._taking if number and self._taking else Taking(self._student)
+            for rows in given:
+                taking.take(rows)
+            if last:
+                taking.end()
+            self._taking = None if last else taking
+
     def gauges(self) -> dict[str, float]:
-        """Times of phases and memory since the last call."""
+        """Times of phases and memory since the last call; the student of a worker that rolls out counts apart."""
         with self._call("reading the gauges"):
-            return self._engine.gauges()
+            found = self._engine.gauges()
+            if not self._rolls:
+                return found
+            return {
+                f"{self.name}/weights_mib" if name == "student/weights_mib" else name: v for name, v in found.items()
+            }
 
     def validate(self, iteration: int) -> dict[str, float]:
         with self._call(f"the validation at iteration {iteration}"):
@@ -174,7 +207,7 @@ class Worker:
 
     def _holds(self, name: str) -> bool:
         role = name.partition(".")[0]
-        return role in self._engine.optimizers or ("student" in self._engine.roles and role in ("ema", "carry"))
+        return role in self._engine.optimizers or (self._engine.ema is not None and role in ("ema", "carry"))
 
     def _phases(self, iteration: int) -> list[Any]:
         return list(self._engine.method.phases(iteration))
@@ -187,6 +220,10 @@ class Worker:
     @property
     def _engine(self) -> ProcessEngine:
         return self._the_share.engine
+
+    @property
+    def _student(self) -> Role:
+        return self._engine.roles["student"]
 
     @property
     def _device(self) -> torch.device:
