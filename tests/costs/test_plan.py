@@ -91,6 +91,13 @@ def test_recomputing_takes_less_memory_and_more_time(video):
     assert again.mfu < kept.mfu
 
 
+def test_what_is_computed_again_is_no_work_of_the_model():
+    """MFU counts nothing twice."""
+    kept, again = (planner("wan_nano/sft", f"engine.recompute={flag}") for flag in ("false", "true"))
+    assert again.model_flops == pytest.approx(kept.model_flops, rel=1e-12)
+    assert any(work.again for phase in again.traced(True) for work in phase.works)
+
+
 def test_ranks_that_share_a_clip_divide_its_activations(video):
     whole, shared = (video.estimate(Layout(8, sequence=n, recompute=True, micro_batch=1)) for n in (1, 4))
     assert shared.parts["activations"] == pytest.approx(whole.parts["activations"] / 4, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.cost_mutants import COSTS
 from tests.mutants.fault_mutants import FAULTS
 from tests.mutants.many_ranks import MANY_RANKS
 from tests.mutants.mutant import Mutant
@@ -792,5 +793,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *MANY_RANKS,
     *LATENTS,
     *FAULTS,
+    *COSTS,
     *RAY,
 )
