@@ -132,8 +132,7 @@ class Planner:
         if problem:
             return Estimate(layout, problem)
         estimates = [group.phases for group in found]
-        times = [sum(phase.seconds for phase in mine) for mine in estimates]
-        total = max(times) if layout.overlap else sum(times) + sum(group.moves_s for group in found)
+        total = together(estimates, layout) + sum(group.moves_s for group in found)
         top = max(found, key=lambda group: group.peak.memory)
         tensors = top.peak.memory / GIB
         memory = tensors * SPLIT_UP + CONTEXT_GIB
@@ -150,6 +149,23 @@ class Planner:
             top.parts,
             tuple(phase for mine in estimates for phase in mine),
         )
+
+
+def together(groups: Sequence[Sequence[PhaseEstimate]], layout: Layout) -> float:
+    """Seconds of an iteration, of whose phases the first group has its own and the second one the others.
+
+    Of groups that run at once the critic's begins with the first rollout; what is updated last waits for the scores.
+    """
+    times = [sum(phase.seconds for phase in mine) for mine in groups]
+    if layout.overlap:
+        return max(times)
+    if layout.engine != "split":
+        return sum(times)
+    rollouts = [phase for phase in groups[1] if phase.name == "rollout"]
+    first = sum(phase.seconds / phase.times for phase in rollouts)
+    made = sum(phase.seconds for phase in rollouts)
+    scores = sum(phase.seconds for phase in groups[0] if phase.name == "scores")
+    return max(first + times[0] - scores, made) + scores + times[1] - made
 
 
 class Group:
