@@ -63,7 +63,7 @@ FAULTS: tuple[Mutant, ...] = (
            "",
            ("test_train.py::test_an_error_in_training_is_not_reported_as_a_saved_checkpoint",)),
     Mutant("signals-kill-before-the-last-words", "train.py",
-           "with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice) as (trainer, health):",
+           "with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice, stop) as (trainer, health):",
            "with trainer_of(plan, run, saver, advice) as (trainer, health), StopRequest(**told) as stop:",
            ("faults/test_share.py::test_two_ranks_that_are_killed_during_a_save_go_on_as_one_process",)),
     Mutant("sources-rounded-in-one-process", "assemble.py",
