@@ -236,7 +236,9 @@ def test_the_table_of_clips_fits_into_80_columns(of_clips: tuple[Evaluation, Eva
     console.print(evaluation_table(of_clips))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in text
-    for heading in ("Frechet", "Item", "Motion", "Error", "Recall", "Cover.", "ms"):
+    for heading in ("Frechet", "Item", "Motion", "Error", "Recall", "Cover.", "fps"):
         assert heading in text
+    (row,) = [line for line in text.splitlines() if line.strip().startswith("student")]
+    assert row.split()[-1] == f"{of_clips[1].frames_per_s:.3g}"
     assert "Acc." not in text
     assert "Prec." not in text

@@ -174,19 +174,21 @@ def load_evaluations(path: Path) -> list[Evaluation]:
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
-    """One row for each, in the order given; the spread over the seeds where there are several."""
+    """One row for each, in the order given; the spread over the seeds where there are several. Of images it tells the
+    milliseconds that one takes, of clips the frames that are made in a second."""
     table = Table(
         box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=_caption(evaluations), caption_justify="left"
     )
     table.add_column("Model", no_wrap=True)
     metrics = filled(evaluations)
-    for heading in ("Steps", "Calls", *(HEADINGS[name] for name in metrics), "ms"):
+    clips = any(entry.num_frames > 1 for entry in evaluations)
+    for heading in ("Steps", "Calls", *(HEADINGS[name] for name in metrics), "fps" if clips else "ms"):
         table.add_column(heading, justify="right")
     for entry in evaluations:
         quality = [_with_spread(entry, metric) for metric in metrics]
-        ms = "" if entry.ms_per_image is None else f"{entry.ms_per_image:.3g}"
+        speed = entry.frames_per_s if clips else entry.ms_per_image
         steps, calls = (str(entry.num_steps), f"{entry.network_calls:g}") if entry.num_steps else ("", "")
-        table.add_row(entry.name, steps, calls, *quality, ms)
+        table.add_row(entry.name, steps, calls, *quality, "" if speed is None else f"{speed:.3g}")
     return table
 
 
@@ -225,8 +227,10 @@ def _caption(evaluations: Sequence[Evaluation]) -> str:
     samples = _range([entry.num_samples for entry in evaluations])
     seeds = _range([max(1, len(entry.seeds)) for entry in evaluations])
     judges = ", ".join(sorted({entry.extractor for entry in evaluations}))
+    clips = any(entry.num_frames > 1 for entry in evaluations)
+    costs = "calls of the network are for one sample" if clips else "calls of the network and ms are for one sample"
     return (
-        f"{samples} samples, {seeds} seed{'s' * (seeds != '1')}; calls of the network and ms are for one sample.\n"
+        f"{samples} samples, {seeds} seed{'s' * (seeds != '1')}; {costs}.\n"
         f"Frechet distance to real data, seen by {judges}."
     )
 
