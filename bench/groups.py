@@ -150,7 +150,8 @@ def run_case(options: argparse.Namespace) -> None:
     with trainer_of(plan, RunFolder(run), Saver(), "") as (trainer, _):
         found = {options.case: measure(trainer, options, begun)}
         if options.case in FOLLOWED:  # the same workers go on, with what they have compiled
-            trainer.section = trainer.section.model_copy(update={"overlap": True})
+            driver: Any = trainer
+            driver.section = driver.section.model_copy(update={"overlap": True})
             found[FOLLOWED[options.case]] = measure(trainer, options, time.perf_counter())
     for name, values in found.items() if ranks.first else ():
         known = {

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fewstep.costs.estimate import CONTEXT_GIB, GIB, SPLIT_UP, Estimate, PhaseEstimate, Planner
+from fewstep.costs.estimate import CONTEXT_GIB, GIB, SPLIT_UP, Estimate, Planner
+from fewstep.costs.group import PhaseEstimate
 
 
 def layout_rows(planner: Planner, found: Sequence[Estimate]) -> Iterator[tuple[str, ...]]:
