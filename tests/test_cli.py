@@ -32,6 +32,8 @@ from fewstep.methods import METHODS
 from fewstep.models.families import build
 from fewstep.models.wan.sizes import WanSection
 
+pytestmark = pytest.mark.xdist_group("cli")
+
 WHOLE_RUNS = True
 
 ROOT = Path(fewstep.__file__).parents[2]

@@ -68,6 +68,7 @@ def wait_for_validation(metrics: Path, iteration: int, ranks: list[subprocess.Po
         time.sleep(0.1)
 
 
+@pytest.mark.faults
 def test_a_rank_that_stalls_is_named_when_the_time_is_up():
     """PITFALLS, hangs: a timeout that names the rank."""
     ranks = started("tests.engines.stalled", [])

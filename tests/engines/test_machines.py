@@ -53,6 +53,7 @@ def machines(world: World, place: str) -> list[tuple[int, str]]:
     return [(agent.returncode, text) for agent, text in zip(agents, said, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_two_machines_train_what_one_process_trains(world: World):
     """Invariant 51."""

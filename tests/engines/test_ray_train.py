@@ -24,6 +24,8 @@ from tests.faults.launchers import DMD2 as WATCHED
 from tests.faults.sessions import assert_each_item_once, noted
 from tests.recipes.tiny_runs import World, tensors, values
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 pytest.importorskip("ray")
 WHOLE_RUNS = True
 PROCESS = re.compile(r"process (\d+) on")
@@ -64,6 +66,7 @@ def assert_equal_runs(world: World, into: str, whole: str, iteration: int) -> No
             assert values(world.run(into))[key] == {name: pytest.approx(v, rel=1e-4) for name, v in row.items()}
 
 
+@pytest.mark.thorough
 def test_a_run_goes_from_two_ranks_to_groups_of_workers_to_one_process_and_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ):

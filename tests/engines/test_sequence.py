@@ -18,7 +18,7 @@ from tests.recipes.tiny_runs import World
 
 METHODS = ("sft", "dmd2_fresh_gan", "sid_gan_on_teacher", "teacher_forcing", "consistency", "self_forcing", "streams")
 HEADS = 6
-pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+pytestmark = [pytest.mark.usefixtures("unchecked_shapes"), pytest.mark.xdist_group("sequence")]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,7 @@ def test_two_gpus_that_share_the_tokens_of_all_rows_equal_one_process(tmp_path: 
         assert_equals_one_process(ended, method, HEADS)
 
 
+@pytest.mark.thorough
 def test_four_ranks_two_for_each_row_equal_one_process(tmp_path: Path):
     """Weights are cut over all four, or over two that another two copy."""
     ended = ended_workers(tmp_path, ["dmd2_fresh_gan", "streams", "--sequence", "2", "--replicas", "2"], 4)
