@@ -22,7 +22,7 @@ from fewstep.checkpoint.source import open_source
 from fewstep.cli import app
 from fewstep.cli.console import Commands
 from fewstep.cli.demo import compare
-from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, memory, packages, recipes
+from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, Finding, memory, packages, recipes, verdict
 from fewstep.cli.pictures import changes
 from fewstep.cli.reference import pages
 from fewstep.cli.shipped import find_recipe, recipes_folder, shipped_recipes
@@ -218,8 +218,62 @@ def test_doctor_says_what_is_there_and_how_to_get_the_rest(tmp_path, monkeypatch
     text = call("doctor")
     for extra in EXTRAS:
         assert f"extra {extra}" in text
-    assert "its teacher runs/nano-teacher is not trained yet fewstep train wan_nano/sft" in text
     assert "Ready." in text
+
+
+def test_the_verdict_of_doctor_counts_what_is_missing_apart_from_what_is_for_gpus():
+    found = [Finding("", state, "") for state in ("ok", "missing", "gpu", "gpu", "later", "gpu")]
+    assert verdict(found) == (
+        "Ready. 1 thing is missing; each line says what for. 3 recipes are for a GPU. 1 thing can wait or come after "
+        "another."
+    )
+    assert verdict(found[:1]) == "Ready for everything."
+
+
+@pytest.mark.parametrize(
+    ("recipe", "starts", "message"),
+    [
+        (
+            "wan_nano_video/teacher_forcing",
+            [],
+            "student.init = runs/nano-video-teacher: it is not there; what recipe wan_nano_video/sft makes comes with "
+            "fewstep: write student.init={shipped}/wan_nano_video/teacher, or train it: fewstep train "
+            "wan_nano_video/sft",
+        ),
+        (
+            "wan_nano/dmd2",
+            [],
+            "teacher.init = runs/nano-teacher: it is not there; what recipe wan_nano/sft makes comes with fewstep: "
+            "write teacher.init={shipped}/wan_nano/teacher, or train it: fewstep train wan_nano/sft",
+        ),
+        (
+            "wan_nano_video/self_forcing",
+            ["teacher.init={shipped}/wan_nano_video/teacher"],
+            "student.init = runs/nano-video-consistency: it is not there; recipe wan_nano_video/consistency makes it: "
+            "fewstep train wan_nano_video/consistency",
+        ),
+    ],
+)
+def test_a_missing_run_of_a_shipped_recipe_names_what_comes_along_or_the_recipe(
+    recipe, starts, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    starts = [start.format(shipped=recipes_folder()) for start in starts]
+    assert call("train", recipe, *starts, "--dry-run", code=2) == f"error: {message.format(shipped=recipes_folder())}"
+
+
+def test_the_run_that_the_recipe_itself_writes_is_never_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("nano-student", "nano-studies"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    text = call("train", "wan_nano/dmd2", "teacher.init=runs/nano-studen", "--dry-run", code=2)
+    assert "did you mean runs/nano-studies?" in text
+    assert "runs/nano-student" not in text.replace("runs/nano-studen ", "")
+
+
+def test_a_missing_model_that_comes_along_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"write {recipes_folder()}/wan_nano/teacher, or train it" in call("sample", "runs/nano-teacher", code=2)
 
 
 def test_doctor_counts_no_extra_that_nothing_uses_and_installs_from_the_checkout(monkeypatch):
@@ -240,7 +294,13 @@ def test_doctor_says_that_a_compiled_recipe_needs_a_gpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = {finding.topic: finding for finding in recipes()}
-    assert (found["wan_small/sft"].state, found["wan_small/sft"].detail) == ("missing", "needs a GPU")
+    assert (found["wan_small/sft"].state, found["wan_small/sft"].detail) == ("gpu", "needs a GPU")
+    assert found["wan_nano_video/consistency"].detail == "starts from runs/nano-video-causal, not trained yet"
+    assert found["wan_nano_video/consistency"].remedy == "first fewstep train wan_nano_video/teacher_forcing"
+    taught, teacher = found["wan_nano/dmd2"], recipes_folder() / "wan_nano/teacher"
+    assert taught.state == "missing" or taught.detail == f"can run: fewstep train wan_nano/dmd2 teacher.init={teacher}"
+    assert found["wan_1_3b_video/sid"].remedy == "how many of which kind: fewstep plan wan_1_3b_video/sid"
+    assert found["wan_nano_video/sft"].state == "gpu"  # uncompiled, and yet hours of a CPU
     assert "fewstep train wan_small/sft engine.compile=null" in found["wan_small/sft"].remedy
     assert "GPU" not in found["wan_nano/sft"].detail
 

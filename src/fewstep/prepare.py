@@ -28,6 +28,7 @@ from fewstep.plan import Plan, RolePlan
 from fewstep.rollout.carry import refuse_cut
 from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.sampler import sampler_of
+from fewstep.shipped import how_to_get, recipe_of_run
 
 
 def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
@@ -77,13 +78,13 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
     planned: dict[str, RolePlan] = {}
     if "teacher" in method.roles:
         assert recipe.teacher is not None
-        planned["teacher"] = _from_source("teacher", recipe.teacher.init, recipe.teacher.weights)
+        planned["teacher"] = _from_source("teacher", recipe.teacher.init, recipe.teacher.weights, recipe.name)
     student = recipe.student
-    planned["student"] = _trained("student", student, planned, student.optimizer, student.schedule)
+    planned["student"] = _trained("student", student, planned, student.optimizer, student.schedule, recipe.name)
     if "critic" in method.roles:
         critic = recipe.critic or CriticSection()
         optimizer, schedule = critic.optimizer or student.optimizer, critic.schedule or student.schedule
-        planned["critic"] = _trained("critic", critic, planned, optimizer, schedule)
+        planned["critic"] = _trained("critic", critic, planned, optimizer, schedule, recipe.name)
         if "discriminator" in method.roles:
             head = recipe.discriminator
             planned["discriminator"] = RolePlan(
@@ -102,13 +103,14 @@ def _trained(
     planned: dict[str, RolePlan],
     optimizer: OptimizerSection,
     schedule: ScheduleSection,
+    run: str,
 ) -> RolePlan:
     if section.init == "random":
         start = RolePlan(section.model, None, drawn_for=name)
     elif section.init in planned:
         start = planned[section.init]
     else:
-        start = _from_source(name, section.init, section.weights or "ema")
+        start = _from_source(name, section.init, section.weights or "ema", run)
     if section.init != "random" and section.model is not None and section.model != start.model:
         raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
     causal = getattr(section, "causal", None)
@@ -117,9 +119,13 @@ def _trained(
     return replace(start, optimizer=optimizer, schedule=schedule)
 
 
-def _from_source(name: str, path: str, weights: Literal["ema", "raw"]) -> RolePlan:
+def _from_source(name: str, path: str, weights: Literal["ema", "raw"], run: str) -> RolePlan:
+    """What ``name`` starts from in a recipe whose own run is called ``run``, which is nothing to start from."""
+    place = Path(path).expanduser()
+    if not place.exists() and (recipe := recipe_of_run(place.name)) and place.name != run:
+        raise UserError(f"{name}.init = {path}: it is not there; {how_to_get(recipe, f'{name}.init=')}")
     try:
-        source = open_source(Path(path))
+        source = open_source(place, besides=run)
     except UserError as error:
         raise UserError(f"{name}.init = {path}: {error}") from error
     return RolePlan(TypeAdapter(ModelSection).validate_python(source.model), source, weights)
