@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -559,6 +560,31 @@ def test_eval_measures_models_on_the_same_noise_and_keeps_the_numbers(run, stude
     assert len({row.extractor for row in rows}) == 1
     assert "predictions of x0 at every step" in text
     assert "--num-samples = 10: " in call("eval", student, "--num-samples", 10, code=2)
+
+
+def test_too_few_items_to_judge_by_are_found_before_a_judge_is_trained(images, run, tmp_path):
+    """A judge needs one item more than it has 64 features, and twice that where data are compared with themselves."""
+    few = tmp_path / "few"
+    for name in ("bag", "cap", "hat"):
+        (few / name).mkdir(parents=True)
+        for index in range(20):
+            shutil.copy(images / name / f"{index}.png", few / name)
+    cache = tmp_path / "cache"
+    data = f"data={{name: image_folder, path: {few}, size: 8, channels: 1, batch: 5, cache: {cache}}}"
+    words = ["train", "wan_nano/sft", data, "student.model.conditioner.classes=3", "--dry-run"]
+    words += ["--run", tmp_path / "r", f"validation.extractor.cache={cache}"]
+    assert (
+        "data: 60 items are too few to judge samples by; give 65 or more in a folder that data.test_path names, or "
+        "write validation=null" in call(*words, code=2)
+    )
+    assert f"data.test_path = {few}: 60 items" in call(*words, f"data.test_path={few}", code=2)
+    assert "60 items" in call(*words, "validation=null")
+    assert "validation.samples = 64: " in call(*words, f"data.test_path={images}", "validation.samples=64", code=2)
+    recipe = tmp_path / "few.yaml"
+    recipe.write_text((run / "recipe.yaml").read_text().replace(str(images), str(few)))
+    refused = call("eval", run, "--recipe", recipe, code=2)
+    assert f"{few}: 60 items are too few to judge samples by; 130 or more are needed, or a recipe" in refused
+    assert not list(cache.glob("*classifier*"))
 
 
 def test_eval_of_an_export_asks_for_the_data_and_refuses_others(student, tmp_path):

@@ -10,8 +10,10 @@ from torch import nn
 
 from fewstep.checkpoint.run_folder import Source
 from fewstep.data.latents import LatentFolder
+from fewstep.data.sources import open_dataset
 from fewstep.engines.ray.placement import RaySection
 from fewstep.errors import UserError
+from fewstep.evaluate.extractor import fewest_items
 from fewstep.models.api import Geometry
 from fewstep.models.codec import CodecSection, build_codec
 from fewstep.models.families import ModelSection
@@ -25,6 +27,7 @@ def all_misfits(plan: Plan) -> list[str]:
         *misfits(plan),
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
+        *too_few_to_judge(plan),
         *odd_ranks(plan),
         *odd_division(plan),
         *missing_packages(plan.recipe.observe),
@@ -149,6 +152,33 @@ def odd_numbers(plan: Plan) -> list[str]:
                 f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}"
             )
     return errors
+
+
+def too_few_to_judge(plan: Plan) -> Iterator[str]:
+    """Fewer samples, or fewer items to compare them with, than the features of the judge; it is not made for this."""
+    recipe = plan.recipe
+    section = recipe.validation
+    if section is None or section.extractor is None or not plan.ranks.first:
+        return
+    try:
+        fewest = fewest_items(section.extractor, recipe.plugins)
+    except UserError as error:
+        yield f"validation.{error}"
+        return
+    if section.samples < fewest:
+        yield (
+            f"validation.samples = {section.samples}: the Frechet distance on {fewest - 1} features needs more samples "
+            f"than that; write {fewest} or more (some thousands for a figure to trust)"
+        )
+    num = len(open_dataset(recipe.data, "test"))
+    if num < fewest:
+        path = getattr(recipe.data, "test_path", None)
+        kept = f"data.test_path = {path}" if path else "data"
+        more = "" if path or not hasattr(recipe.data, "test_path") else " in a folder that data.test_path names"
+        yield (
+            f"{kept}: {num} items are too few to judge samples by; give {fewest} or more{more}, or write "
+            "validation=null"
+        )
 
 
 def odd_ranks(plan: Plan) -> Iterator[str]:

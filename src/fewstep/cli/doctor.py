@@ -188,7 +188,8 @@ def recipes() -> Iterator[Finding]:
 
 
 def about(name: str, recipe: Recipe) -> Finding:
-    """Whether one could: of the runs that it starts from, those that come with fewstep need not be there."""
+    """Whether one could: of the runs that it starts from, those that come with fewstep need not be there. Recipes that
+    start from random weights are the long ones."""
     import torch
 
     from fewstep.config import load_recipe
@@ -200,7 +201,7 @@ def about(name: str, recipe: Recipe) -> Finding:
         if recipe.engine.compile is not None:
             remedy = f"on a CPU, with patience: fewstep train {name} engine.compile=null"
             return Finding(name, "gpu", "needs a GPU", remedy)
-        if (hours := hours_on_cpu(recipe)) > 1:
+        if recipe.student.init == "random" and (hours := hours_on_cpu(recipe)) > 1:
             told = f"wants a GPU; about {hours:.0f} hours on these {os.cpu_count()} cores"
             return Finding(name, "gpu", told, f"fewstep train {name}")
     given, waits = [], {}

@@ -69,8 +69,7 @@ def evaluate(
         loaded.role.causal.partition(long)
         if long < loaded.shape[0]:
             raise UserError(f"--long {long}: windows have {loaded.shape[0]} frames; write that many or more")
-    judge, train = open_judge(loaded, recipe)
-    judge.check(num_samples, "--num-samples")
+    judge, train = open_judge(loaded, recipe, num_samples)
     for other in others:
         if (other.classes, other.shape) != (loaded.classes, loaded.shape):
             raise UserError(
