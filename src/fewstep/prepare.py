@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -60,6 +62,8 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
         if causal and sampling.stream_chunks > 1:
             refuse_cut(dataset.shape[0], sampling.overlap_frames, causal)
     except UserError as error:
+        if causal is None:
+            raise UserError(f"{error}, or start from a causal student of few steps (student.init)") from error
         frames = f"the latents in {dataset.path}" if isinstance(dataset, LatentFolder) else "data.frames"
         raise UserError(f"{error} ({frames}, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
@@ -70,7 +74,23 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision, ranks, groups)
     if errors := all_misfits(plan):
         raise UserErrors(errors)
+    if ranks.first:
+        for text in doubts(plan):
+            warnings.warn(text, stacklevel=2)
     return plan
+
+
+def doubts(plan: Plan) -> Iterator[str]:
+    """What can run and leads nowhere."""
+    student = plan.roles["student"]
+    if "critic" not in plan.roles or student.model is None or student.model.causal is None or student.source is None:
+        return
+    if student.source.model.get("causal") is None:
+        yield (
+            f"student.init = {plan.recipe.student.init} sees whole clips, and '{plan.recipe.method.name}' does not get "
+            "anywhere from such weights; make them causal (teacher_forcing), then of few steps (consistency or "
+            "ode_init), and name that run as student.init"
+        )
 
 
 def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import say, show
+from fewstep.cli.console import listed, say, show
 from fewstep.cli.shipped import recipes_folder
 
 TEACHER = "wan_nano_video/teacher"
@@ -55,7 +55,7 @@ def demo_video(
         train(f"wan_nano_video/{recipe}", places[name], [f"{role}={places[run]}" for role, run in starts.items()])
     say("5/5  All against clips that no training saw.", style="bold")
     clips = compare(places)
-    say(f"\nThe clips:   {' and '.join(map(str, clips))}")
+    say(f"\nThe clips:   {listed(clips)}")
     say(f"The reports: {out / 'student' / 'report.html'}, and one in each folder beside it")
     say(
         "\nTry next:\n"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewstep.cli.console import say, show
 from fewstep.cli.export import MODEL_HELP
 from fewstep.errors import UserError
+
+if TYPE_CHECKING:
+    from fewstep.models.blocks import CausalSection
 
 
 def evaluate(
@@ -66,9 +69,7 @@ def evaluate(
     if long is not None and loaded.role.causal is None:
         raise UserError(f"--long {long}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave it out")
     if long is not None and loaded.role.causal is not None:
-        loaded.role.causal.partition(long)
-        if long < loaded.shape[0]:
-            raise UserError(f"--long {long}: windows have {loaded.shape[0]} frames; write that many or more")
+        refuse_length(long, loaded.role.causal, loaded.shape[0])
     judge, train = open_judge(loaded, recipe, num_samples)
     for other in others:
         if (other.classes, other.shape) != (loaded.classes, loaded.shape):
@@ -103,3 +104,17 @@ def evaluate(
         if others:
             write_comparison(model / "samples" / "compare.png", others[0], loaded, recipe)
         say(f"Wrote {write_report(model)}")
+
+
+def refuse_length(long: int, causal: CausalSection, window: int) -> None:
+    """Raises UserError, with the nearest lengths that will do, unless ``long`` frames are whole blocks and hold a
+    window."""
+    block = causal.block_from(long)
+    if causal.start(block) == long >= window:
+        return
+    first = causal.block_from(window)
+    nearest = max(block - 1, first)
+    raise UserError(
+        f"--long {long}: write {causal.start(nearest)} or {causal.start(nearest + 1)}, or another length that is whole "
+        f"blocks of {causal.block_frames} frames and not below the {window} of the data"
+    )

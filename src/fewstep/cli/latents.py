@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fewstep.checkpoint.tensor_file import read_tensors
-from fewstep.cli.console import say
+from fewstep.cli.console import say, time_of
 from fewstep.cli.model import LoadedModel
 from fewstep.cli.shipped import find_recipe
 from fewstep.config import load_recipe
@@ -69,7 +69,7 @@ def write_latents(
     say(
         f"{len(told.text)} samples of {loaded.source.path} (iteration {loaded.source.iteration}, {loaded.weights} "
         f"weights): {len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}, "
-        f"{1000 * sum(made.batch_s) / len(told.text):.3g} ms a sample on {loaded.device.type}"
+        f"{time_of(1000 * sum(made.batch_s) / len(told.text))} a sample on {loaded.device.type}"
     )
     say(f"Wrote {place}: latents {list(latents.shape)}, as the VAE takes them")
 

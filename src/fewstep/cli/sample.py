@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import say
+from fewstep.cli.console import listed, say, time_of
 from fewstep.cli.export import MODEL_HELP
 from fewstep.errors import UserError
 
@@ -119,8 +119,8 @@ def sample(
     speed = 1000 * sum(made.batch_s) / len(chosen)
     say(
         f"{len(chosen)} samples of {model} (iteration {loaded.source.iteration}, {loaded.weights} weights): {solver}, "
-        f"{made.network_calls:g} network calls and {speed:.3g} ms a sample on {loaded.device.type}"
+        f"{made.network_calls:g} network calls and {time_of(speed)} a sample on {loaded.device.type}"
     )
     pictures = paths[: len(paths) - len(chosen)] if single_files else paths
-    single = f" and {len(chosen)} single files in {folder}" if single_files else ""
-    say(f"Wrote {' and '.join(map(str, pictures))}{single}")
+    single = [f"{len(chosen)} single files in {folder}"] if single_files else []
+    say(f"Wrote {listed([*pictures, *single])}")
