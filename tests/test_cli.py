@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ import fewstep
 from fewstep.checkpoint.source import open_source
 from fewstep.cli import app
 from fewstep.cli.console import Commands
-from fewstep.cli.demo import compare
 from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, Finding, memory, packages, recipes, verdict
 from fewstep.cli.pictures import changes
 from fewstep.cli.reference import pages
@@ -34,6 +34,8 @@ from fewstep.models.families import build
 from fewstep.models.wan.sizes import WanSection
 
 WHOLE_RUNS = True
+
+demo = import_module("fewstep.cli.demo")  # the package has a command of that name
 
 ROOT = Path(fewstep.__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from fewstep.cli import main; main()"]
@@ -598,13 +600,26 @@ def test_eval_of_an_export_asks_for_the_data_and_refuses_others(student, tmp_pat
 
 def test_the_demo_ends_with_a_table_pictures_and_a_report(run, student):
     """The last third of the demo, on tiny models."""
-    picture = compare(run, student, num_samples=70)
+    picture = demo.compare(run, student, num_samples=70)
     rows = load_evaluations(student / "evaluation.json")
     assert [row.num_steps for row in rows] == [0, 20, 4, 2, 1, 4]
     assert {row.num_samples for row in rows} == {70}
     assert "real data" in (student / "report.html").read_text()
     with Image.open(picture) as shown:
         assert shown.height > 7 * 48
+
+
+def test_a_demo_that_is_begun_again_says_where_it_goes_on(images, tmp_path, capsys):
+    words = [*tiny(images, tmp_path), TINY_MODEL, "validation=null"]
+    for iterations, told in ((2, ""), (3, "goes on from iteration 2 of 3"), (3, "is finished")):
+        demo.train("wan_nano/sft", tmp_path / "teacher", [*words, f"iterations={iterations}"], "fewstep demo")
+        text = " ".join(capsys.readouterr().out.split())
+        assert (f"{tmp_path / 'teacher'} is there already: it {told}." in text) == bool(told)
+
+
+def test_an_interrupted_demo_names_the_command_that_goes_on():
+    assert demo.command("demo", Path("my runs"), False) == "fewstep demo --out 'my runs'"
+    assert demo.command("demo-video", Path("a"), True) == "fewstep demo-video --out a --train-teacher"
 
 
 # The reference pages

@@ -62,6 +62,7 @@ def evaluate(
     from fewstep.cli.pictures import write_comparison
     from fewstep.evaluate.drift import drift, drift_table
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
+    from fewstep.observe.loops import telling
     from fewstep.observe.report import write_report
 
     loaded = load_model(model, raw=raw, device=device)
@@ -70,27 +71,28 @@ def evaluate(
         raise UserError(f"--long {long}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave it out")
     if long is not None and loaded.role.causal is not None:
         refuse_length(long, loaded.role.causal, loaded.shape[0])
-    judge, train = open_judge(loaded, recipe, num_samples)
-    for other in others:
-        if (other.classes, other.shape) != (loaded.classes, loaded.shape):
-            raise UserError(
-                f"--compare {other.source.path}: its classes or its samples' shape are not those of {model}"
-            )
-    settings: dict[str, Any] = {
-        "num_samples": num_samples,
-        "seeds": tuple(range(seeds)),
-        "batch": batch,
-        "recipe": recipe,
-    }
-    rows = [evaluate_real(judge, train, num_samples)]
-    rows += [measure(other, judge, None, **settings) for other in others]
-    rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
-    if long is not None:
-        judged = [*others, *[loaded] * (len(rows) - 1 - len(others))]
-        for place_of, one in enumerate(judged, 1):
-            if one.role.causal is not None and (one is not loaded or place_of == len(judged)):
-                pixels, labels = long_clips(one, num_samples, long, recipe)
-                rows[place_of] = rows[place_of].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
+    with telling():
+        judge, train = open_judge(loaded, recipe, num_samples)
+        for other in others:
+            if (other.classes, other.shape) != (loaded.classes, loaded.shape):
+                raise UserError(
+                    f"--compare {other.source.path}: its classes or its samples' shape are not those of {model}"
+                )
+        settings: dict[str, Any] = {
+            "num_samples": num_samples,
+            "seeds": tuple(range(seeds)),
+            "batch": batch,
+            "recipe": recipe,
+        }
+        rows = [evaluate_real(judge, train, num_samples)]
+        rows += [measure(other, judge, None, **settings) for other in others]
+        rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
+        if long is not None:
+            judged = [*others, *[loaded] * (len(rows) - 1 - len(others))]
+            for place_of, one in enumerate(judged, 1):
+                if one.role.causal is not None and (one is not loaded or place_of == len(judged)):
+                    pixels, labels = long_clips(one, num_samples, long, recipe)
+                    rows[place_of] = rows[place_of].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
     show(evaluation_table(rows))
     for row in rows:
         show_stops(row)

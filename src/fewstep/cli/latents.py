@@ -22,6 +22,7 @@ from fewstep.data.sources import DataSection
 from fewstep.errors import UserError
 from fewstep.evaluate.cache import written_whole
 from fewstep.evaluate.sample import generate
+from fewstep.observe.loops import telling
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.sampler import Sampler
 from fewstep.shapes import Latents
@@ -61,7 +62,8 @@ def write_latents(
     place = _place(out, f"{stem}.safetensors")
     conditioner: Any = loaded.conditioner.of(told.negative)
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": told.given}
-    made = generate(loaded.role, sampler, conditioner, told.text, seed, **settings)
+    with telling():
+        made = generate(loaded.role, sampler, conditioner, told.text, seed, **settings)
     metadata = {"format": "pt"} | ({"prompts": json.dumps(told.prompts)} if told.prompts else {})
     with written_whole(place) as part:
         latents = loaded.codec.decode(made.x0).float().contiguous()

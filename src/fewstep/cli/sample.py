@@ -76,6 +76,7 @@ def sample(
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import changes, choose_labels, places, write_pictures
     from fewstep.evaluate.sample import departures, generate
+    from fewstep.observe.loops import telling
 
     loaded = load_model(model, raw=raw, device=device, texts=True)
     if raw and loaded.source.holds == ("raw",):
@@ -110,7 +111,8 @@ def sample(
     named = [loaded.classes[index] for index in dict.fromkeys(chosen.tolist())] if label else []
     given = given_frames(loaded, chosen.tolist(), recipe) if sampling.given_frames else None
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": given}
-    made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
+    with telling():
+        made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
     pixels = loaded.codec.decode(made.x0)
     place = "-".join([stem, *changes(named, **changed), *longer])
     grids, folder = places(out, place, clips=pixels.shape[1] > 1)
