@@ -5,7 +5,8 @@
 
 The measured figures stand in bench/measured/, each with its source. The rule that parts them, which no error may
 change: of every kind of work, and of times and of memory apart, rows are taken by name; the first is for the fit, the
-second is held out, the third is for the fit, and so on. Fitted are seven coefficients to times and one to memory, by
+second is held out, the third is for the fit, and so on. Layouts on several GPUs, measured later, are held out all.
+Fitted are seven coefficients to times and one to memory, by
 least squares of the logarithms; fewer than half of the rows that they are fitted to.
 """
 
@@ -105,7 +106,14 @@ def read(path: Path = MEASURED) -> list[Row]:
             if key in row:
                 groups[quantity, row["kind"]].append(row)
     return [
-        Row(row["name"], kind, quantity, row["time_s" if quantity == "time" else "memory_gib"], bool(place % 2), row)
+        Row(
+            row["name"],
+            kind,
+            quantity,
+            row["time_s" if quantity == "time" else "memory_gib"],
+            kind == "layout" or bool(place % 2),
+            row,
+        )
         for (quantity, kind), found in groups.items()
         for place, row in enumerate(sorted(found, key=lambda row: row["name"]))
     ]
@@ -272,11 +280,20 @@ def iteration(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, flo
     return spent, found.tensors_gib
 
 
+def layout(spec: Mapping[str, Any], fitted: Coefficients) -> tuple[float, float]:
+    """An iteration on several GPUs, by ``bench/groups.py``."""
+    plan = planner(spec["recipe"], tuple(spec["overrides"]))
+    plan.fitted = fitted
+    found = plan.estimate(Layout(**spec["layout"], recompute=True, micro_batch=1))
+    return found.seconds, found.tensors_gib
+
+
 PREDICT: dict[str, Callable[[Mapping[str, Any], Coefficients], tuple[float, float]]] = {
     "kernel": kernel,
     "call": call,
     "update": update,
     "iteration": iteration,
+    "layout": layout,
 }
 
 

@@ -75,7 +75,7 @@ def whole(plan: Plan, name: str, network: Any, weights: Weights) -> Role:
     if role.source is None:
         network.initialise(generator(plan.recipe.seed, role.drawn_for))
     else:
-        network.load_state_dict(dict(values_of(plan, name, network, weights)))
+        network.to(masters).load_state_dict(dict(values_of(plan, name, network, weights)))  # nothing is rounded
     network = network.to(plan.device, masters) if role.optimizer else freeze(network, plan.device, plan.precision)
     settle(plan, name, network)
     return Role(name, network, plan.precision)

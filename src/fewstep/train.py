@@ -29,6 +29,7 @@ from fewstep.engines.health import Health, examine, refuse_full_disk
 from fewstep.engines.mesh import Mesh, RankError, join
 from fewstep.engines.ray.driver import Driver
 from fewstep.engines.ray.placement import RaySection
+from fewstep.engines.ray.presence import present
 from fewstep.engines.ray.worker import Begin
 from fewstep.errors import UserError, UserErrors
 from fewstep.member import Member, member
@@ -118,7 +119,8 @@ def trainer_of(
 
         with run.lock():
             found = examined(plan, None, run)
-            with Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut) as driver:
+            driver = Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut)
+            with driver, present(driver.seats, advice):
                 yield driver, found
         return
     how = {name: getattr(recipe.engine, name) for name in ("timeout_s", "replicas", "sequence")}

@@ -67,6 +67,15 @@ def test_a_run_whose_process_was_killed_before_it_began_can_begin(tmp_path: Path
     assert RunFolder.create(run.path) == run
 
 
+def test_a_run_whose_workers_were_killed_before_it_began_can_begin(tmp_path: Path):
+    run = RunFolder.create(tmp_path / "new")
+    run.workers.mkdir()
+    assert RunFolder.create(run.path) == run
+    (run.path / "workers of another kind").mkdir()
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        RunFolder.create(run.path)
+
+
 def test_only_a_run_can_be_resumed(tmp_path: Path):
     with pytest.raises(UserError, match="holds no run that could be resumed"):
         RunFolder.existing(tmp_path / "absent")

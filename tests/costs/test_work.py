@@ -109,6 +109,16 @@ def test_hidden_pairs_are_not_counted(window, sink):
     assert pairs_of(mask) == dense(mask).sum()
 
 
+def test_a_masked_forward_has_the_pairs_of_its_mask():
+    """Diffusion forcing in blocks of one frame: each of three sees itself and those before it."""
+    method = CASES["diffusion forcing"]()
+    (phase,) = trace(method, sizes(method), (3, *SHAPE[1:]), Setting(precision=torch.float32))
+    blocks = [work for work in phase.works if work.kind == "block"]
+    assert {work.backward for work in blocks} == {False, True}
+    for work in blocks:
+        assert work.pairs == (work.tokens / 3) ** 2 * (1 + 2 + 3)
+
+
 def test_a_model_is_counted_at_the_published_size():
     """Wan2.1-1.3B on 32,760 tokens and a text of 512: linear layers and attention by their closed forms."""
     shape, tokens, text = SIZES["1.3B"], 32_760, 512

@@ -59,6 +59,32 @@ def test_a_process_whose_launcher_is_gone_is_asked_to_stop_once(store: dist.Stor
     assert asked == [signal.SIGTERM]
 
 
+ORPHANED = """
+import os, signal, time
+import torch.distributed as dist
+from fewstep.engines import pulse
+
+pulse.BEAT_S = 0.05
+launcher, (read, write) = os.getpid(), os.pipe()
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(os.write(1, b"asked to stop") - 13))
+    store = dist.TCPStore("127.0.0.1", int(os.read(read, 9)), is_master=False)
+    with pulse.heartbeat(store, 0, 2, lambda other: None, launcher):
+        time.sleep(20)
+    os._exit(1)
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.write(write, str(store.port).encode())
+store.wait(["pulse/0"])
+del store
+time.sleep(0.5)
+"""
+
+
+def test_a_launcher_that_keeps_the_store_is_missed_when_the_store_went_first():
+    said = subprocess.run([sys.executable, "-c", ORPHANED], capture_output=True, text=True, timeout=120)
+    assert said.stdout == "asked to stop", said.stderr
+
+
 def test_where_the_store_is_gone_nobody_is_reported_and_nothing_raised(store: dist.Store):
     found: list[int] = []
     errors: list[object] = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +14,14 @@ import pytest
 
 from fewstep.checkpoint.run_folder import RunFolder
 from fewstep.checkpoint.save import newest_complete
-from fewstep.config import dump_recipe
+from fewstep.cli.shipped import shipped_recipes
 from fewstep.engines.ray.placement import RaySection
 from fewstep.observe.sinks import read_rows
 from fewstep.prepare import prepare
 from fewstep.train import train
-from tests.engines.test_ranks import ROOT
+from tests.engines.test_ranks import started
+from tests.faults.launchers import DMD2 as WATCHED
+from tests.faults.sessions import assert_each_item_once, noted
 from tests.recipes.tiny_runs import World, tensors, values
 
 pytest.importorskip("ray")
@@ -37,16 +37,18 @@ SPLIT = ("engine.name=ray", "engine.layout=split", f"engine.groups={{{SIZES}}}")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory):
-    """Where a teacher was trained, and where Ray runs."""
+    """Where a teacher was trained, and where Ray runs, whose workers note which items they see."""
     import ray
 
     from fewstep.engines.ray.cluster import start
 
     made = World.make(tmp_path_factory.mktemp("ray") / "world")
     made.train(SFT, *EXACT, "validation=null", iterations=2, into=SFT)
-    start(RaySection(), [{"CPU": 4.0}])
-    yield made
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FAULT_ROWS", str(tmp_path_factory.mktemp("rows")))
+        start(RaySection(), [{"CPU": 4.0}])
+        yield made
+        ray.shutdown()
 
 
 def assert_equal_runs(world: World, into: str, whole: str, iteration: int) -> None:
@@ -62,20 +64,36 @@ def assert_equal_runs(world: World, into: str, whole: str, iteration: int) -> No
             assert values(world.run(into))[key] == {name: pytest.approx(v, rel=1e-4) for name, v in row.items()}
 
 
-def test_a_run_goes_from_one_process_to_groups_of_workers_and_back(world: World):
-    """PITFALLS, resume: each engine goes on from what another one saved, the order of the data too; of the groups one
-    makes rollouts alone."""
-    more = (*EXACT, "checkpoint.every=2", "validation.every=2", "student.schedule={}", "critic.schedule={}")
-    world.train(DMD2, *more, iterations=2, into="mixed")
+def test_a_run_goes_from_two_ranks_to_groups_of_workers_to_one_process_and_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """PITFALLS, resume: each engine goes on from what another one saved, the order of the data too; of the groups
+    one makes rollouts alone."""
+    more = (*EXACT, *WATCHED.settings, "checkpoint.every=2", "validation.every=2")
+    run = world.run("mixed")
+    two_ranks("train", str(shipped_recipes()[DMD2]), *world.overrides(DMD2, 2), *more, "--run", str(run.path))
     world.train(DMD2, *more, *SPLIT, iterations=4, into="mixed", resume=True)
-    world.train(DMD2, *more, iterations=5, into="mixed", resume=True)
-    world.train(DMD2, *more, iterations=5, into="whole")
-    assert_equal_runs(world, "mixed", "whole", 5)
-    rows = [row.values for row in read_rows(world.run("mixed").metrics) if row.kind == "train"]
+    world.train(DMD2, *more, iterations=7, into="mixed", resume=True)
+    two_ranks("train", "--resume", str(run.path), "iterations=9")
+    assert_each_item_once([noted(Path(os.environ["FAULT_ROWS"]))], 9, WATCHED.rows)
+    monkeypatch.delenv("FAULT_ROWS")
+    world.train(DMD2, *more, iterations=9, into="whole")
+    assert_equal_runs(world, "mixed", "whole", 9)
+    rows = [row.values for row in read_rows(run.metrics) if row.kind == "train"]
     assert any({"critic/waiting_s", "student/waiting_s", "critic/loss", "student/loss"} <= row.keys() for row in rows)
     of_groups = {"rollout/waiting_s", "rollout/weights_mib", "phase/time_s.rollout", "phase/time_s.sync"}
     found = next(row for row in rows if of_groups <= row.keys())
     assert found["rollout/weights_mib"] == found["student/weights_mib"]
+
+
+def two_ranks(*arguments: str) -> None:
+    ranks = started("fewstep", arguments)
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
 
 
 @pytest.mark.faults
@@ -115,33 +133,6 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-@pytest.mark.faults
-def test_ctrl_c_saves_and_leaves_no_process(world: World):
-    """A Ray that was started for the run ends with it."""
-    recipe = world.path / "stopped.yaml"
-    recipe.write_text(dump_recipe(world.recipe(SFT, *EXACT, *SHARED, "validation=null", iterations=100_000)))
-    run = world.run("stopped")
-    command = [sys.executable, "-m", "fewstep", "train", str(recipe), "--run", str(run.path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    program = subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        wait_for(lambda: run.metrics.exists() and any(row.iteration > 1 for row in read_rows(run.metrics)))
-        program.send_signal(signal.SIGINT)
-        said = program.communicate(timeout=60)[0]
-    finally:
-        program.kill()
-    assert program.returncode == 130, said
-    own = [line for line in said.strip().splitlines() if "(raylet)" not in line]  # Ray tells of every worker that ends
-    assert own[-1].startswith("Checkpoint saved. Go on with: fewstep train --resume"), said
-    assert "Traceback" not in said
-    newest = newest_complete(run.checkpoints)
-    assert newest is not None
-    assert max(row.iteration for row in read_rows(run.metrics)) == int(newest.name.rpartition("-")[2])
-    assert_all_gone(run)
 
 
 def assert_all_gone(run: RunFolder) -> None:

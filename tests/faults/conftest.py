@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.sessions import ONE, Launcher, Patient
+from tests.faults.launchers import ONE, Launcher
+from tests.faults.sessions import Patient
 from tests.recipes.tiny_runs import World
 
 TABLE: list[str] = []
@@ -38,8 +39,8 @@ def sound(world: World) -> Callable[[Launcher, int, int], Patient]:
     def run(launcher: Launcher = ONE, iterations: int = 30, every: int = 4) -> Patient:
         key = (launcher.name, iterations, every)
         if key not in made:
-            name = f"sound-{launcher.world}-{iterations}-{every}-{len(made)}"
-            made[key] = Patient(world, name, iterations, every)
+            name = f"sound-{launcher.slug}-{iterations}-{every}"
+            made[key] = Patient(world, name, iterations, every, task=launcher.task)
             made[key].finish(launcher)
             made[key].check_items()
         return made[key]

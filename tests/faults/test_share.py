@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.faults.sessions import ONE, SETTINGS, SFT, TORCHRUN, Patient
+from tests.faults.launchers import ONE, SFT, TORCHRUN
+from tests.faults.sessions import SETTINGS, Patient
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -23,6 +24,6 @@ def test_two_ranks_that_are_killed_during_a_save_go_on_as_one_process(world):
     assert f"torchrun --nproc-per-node 2 -m fewstep train --resume {patient.run.path}" in session.said
     assert patient.saved() in (4, 8)
     patient.finish(ONE)
-    world.train(SFT, *SETTINGS, "checkpoint.every=4", iterations=12, into="whole")
+    world.train(SFT.recipe, *SETTINGS, *SFT.settings, *ONE.settings, "checkpoint.every=4", iterations=12, into="whole")
     patient.assert_equals(Patient(world, "whole", 12), exact=False)
     patient.check_items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.cost_mutants import COSTS
 from tests.mutants.fault_mutants import FAULTS
 from tests.mutants.many_ranks import MANY_RANKS
 from tests.mutants.mutant import Mutant
@@ -457,8 +458,8 @@ TRAINING = (
            'role.source.weights("raw")',
            ("mutants/test_gaps.py::test_roles_start_from_the_average_of_their_source_where_it_differs_from_the_weights",)),
     Mutant("raw-weights-validated", "engines/process.py",
-           "        with self.ema.swapped():\n            yield",
-           "        if self.ema:\n            yield",
+           "with self.ema.swapped(), student.gathered()",
+           "with student.gathered()",
            ("test_train.py::test_the_averaged_weights_are_those_that_are_validated",)),
     Mutant("resume-starts-at-iteration-0", "train.py",
            "return checkpoint.iteration, meta.time_s",
@@ -648,8 +649,8 @@ RANKS = (
            "pass",
            ("engines/test_ranks.py::test_a_rank_that_fails_ends_the_other_which_names_it",)),
     Mutant("each-rank-stops-alone", "train.py",
-           "not agreed(stop.asked)",
-           "not stop.asked",
+           "(agreed(stop.asked) and",
+           "(stop.asked and",
            ("engines/test_launched.py::test_two_ranks_go_on_from_one_process_stop_together_and_one_process_goes_on",)),
     Mutant("all-ranks-train-on-the-first-rows", "assemble.py",
            "        rank=rank,\n",
@@ -792,5 +793,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *MANY_RANKS,
     *LATENTS,
     *FAULTS,
+    *COSTS,
     *RAY,
 )

@@ -114,13 +114,13 @@ def tensors(run: RunFolder, iteration: int) -> dict[str, dict[str, Tensor]]:
 
 
 def values(run: RunFolder) -> dict[tuple[str, int], dict[str, float]]:
-    """The rows of metrics that hold, without what the clock and the memory of the process say."""
+    """The rows of metrics that hold, without what clocks and the memory of the process say."""
     apart = ("samples_per_s", "mfu", "phase/", "memory/")
     return {
         (row.kind, row.iteration): {
             name: value
             for name, value in row.values.items()
-            if not name.startswith(apart) and not name.endswith("_mib")
+            if not name.startswith(apart) and not name.endswith(("_mib", "/waiting_s"))
         }
         for row in read_rows(run.metrics)
         if row.values

@@ -75,7 +75,7 @@ class RunFolder:
                 f"{path} already holds a run ({state}); go on with it by 'fewstep train --resume {path}', take another "
                 "folder (name=... or --run) or remove this one"
             )
-        if path.exists() and (not path.is_dir() or any(not p.name.startswith(_LEFT) for p in path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(not run._is_left(place) for place in path.iterdir())):
             raise UserError(f"{path} exists and is not the folder of a run; take another (name=... or --run)")
         path.mkdir(parents=True, exist_ok=True)
         return run
@@ -91,6 +91,10 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         """Whether somebody began a run here."""
         return any(place.exists() for place in (self.recipe, self.metrics, self.checkpoints))
+
+    def _is_left(self, place: Path) -> bool:
+        """Whether a process that ended before its run had begun leaves this."""
+        return place.name.startswith(_LEFT) or place == self.workers
 
     @contextmanager
     def lock(self) -> Iterator[None]:

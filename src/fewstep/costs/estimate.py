@@ -132,8 +132,7 @@ class Planner:
         if problem:
             return Estimate(layout, problem)
         estimates = [group.phases for group in found]
-        times = [sum(phase.seconds for phase in mine) for mine in estimates]
-        total = max(times) if layout.overlap else sum(times) + sum(group.moves_s for group in found)
+        total = together(estimates, layout) + sum(group.moves_s for group in found)
         top = max(found, key=lambda group: group.peak.memory)
         tensors = top.peak.memory / GIB
         memory = tensors * SPLIT_UP + CONTEXT_GIB
@@ -150,6 +149,23 @@ class Planner:
             top.parts,
             tuple(phase for mine in estimates for phase in mine),
         )
+
+
+def together(groups: Sequence[Sequence[PhaseEstimate]], layout: Layout) -> float:
+    """Seconds of an iteration, of whose phases the first group has its own and the second one the others.
+
+    Of groups that run at once the critic's begins with the first rollout; what is updated last waits for the scores.
+    """
+    times = [sum(phase.seconds for phase in mine) for mine in groups]
+    if layout.overlap:
+        return max(times)
+    if layout.engine != "split":
+        return sum(times)
+    rollouts = [phase for phase in groups[1] if phase.name == "rollout"]
+    first = sum(phase.seconds / phase.times for phase in rollouts)
+    made = sum(phase.seconds for phase in rollouts)
+    scores = sum(phase.seconds for phase in groups[0] if phase.name == "scores")
+    return max(first + times[0] - scores, made) + scores + times[1] - made
 
 
 class Group:
@@ -245,10 +261,14 @@ class Group:
         return kept + sum(parts.values()) - parts["histories"], parts
 
     def gathered(self, cost: PhaseCost) -> float:
-        """The block that runs and the next one, whole; in training with their gradients; and what stands around."""
+        """The block that runs and the next one, whole; in training with their gradients; and what stands around. In a
+        rollout the whole network."""
         if self.shards == 1:
             return 0.0
         sizes, most = self.planner.sizes.roles, 0.0
+        if self.once(cost):
+            (name,) = cost.roles
+            return (4 if sizes[name].trained else 2) * self.planner.counts[name].all
         for name in cost.roles:
             role = "student" if name == "ema" else name
             count, width = self.planner.counts[role], 4 if sizes[role].trained else 2
@@ -256,6 +276,11 @@ class Group:
             gradients = 4 * (2 * count.block + around) if name in cost.trains else 0
             most = max(most, width * (2 * count.block + around) + gradients)
         return most
+
+    def once(self, cost: PhaseCost) -> bool:
+        """Whether the phase is a rollout for which ranks gather all weights once."""
+        alone = len(cost.roles) == 1 and cost.roles[0] != "ema" and not cost.trains
+        return alone and self.planner.sizes.recipe.engine.gather_once
 
     def cut(self, cost: PhaseCost) -> tuple[int, int]:
         """Rows that run at once, and how many such pieces there are."""
@@ -270,7 +295,9 @@ class Group:
         own = own_kernels(cost) * (planner.fitted.launch_s * planner.slower_host)
         busy = (busy + own_kernels(cost) * KERNEL_S) * pieces
         host = (host * planner.slower_host + self.links.launches(cost.works) + own) * pieces
-        network = self.links.seconds(cost, planner.counts, planner.sizes.roles, rows) * pieces
+        network = self.links.seconds(cost, planner.counts, planner.sizes.roles, rows, once=self.once(cost)) * pieces
+        if self.once(cost):
+            network += self.links.gather_s(self.gathered(cost))
         busy += self.update_s(cost)
         one = max(busy, host, network)
         done = max(round(self.rows * cost.part), 1)

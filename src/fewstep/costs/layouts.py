@@ -50,18 +50,21 @@ class Layout:
         return ", ".join([first, *extras, f"micro-batch {self.micro_batch or 'all'}"])
 
     def overrides(self, recipe: Recipe) -> list[str]:
-        """What of the recipe's engine section this layout changes; what this version lacks is left out."""
+        """What of the recipe's engine section this layout changes."""
         wanted = {name: getattr(self, name) for name in ("replicas", "sequence", "offload", "recompute", "micro_batch")}
-        known = {name: value for name, value in wanted.items() if hasattr(recipe.engine, name)}
-        changed = {name: value for name, value in known.items() if getattr(recipe.engine, name) != value}
-        return [f"engine.{name}={'null' if v is None else str(v).lower()}" for name, v in changed.items()]
+        changed = {name: value for name, value in wanted.items() if getattr(recipe.engine, name) != value}
+        words = [f"engine.{name}={'null' if v is None else str(v).lower()}" for name, v in changed.items()]
+        return words + self.groups()
 
-    def lacks(self, recipe: Recipe) -> list[str]:
-        """What of it this version of fewstep cannot do."""
-        asked = {"sequence": self.sequence > 1, "offload": self.offload}
-        missing = [name for name, wanted in asked.items() if wanted and not hasattr(recipe.engine, name)]
-        known = str(type(recipe.engine).model_fields["name"].annotation)
-        return missing + ["ray"] * (self.engine != "process" and "ray" not in known)
+    def groups(self) -> list[str]:
+        """What makes it groups of workers on Ray, if it is that."""
+        if self.engine == "process":
+            return []
+        critic = self.gpus if self.engine == "colocated" else self.critic_gpus
+        student = self.gpus if self.engine == "colocated" else self.gpus - self.critic_gpus
+        sizes = f"{{critic: {{gpus: {critic}}}, student: {{gpus: {student}}}}}"
+        words = ["engine.name=ray", f"engine.layout={self.engine}", f"'engine.groups={sizes}'"]
+        return words + ["engine.overlap=true"] * self.overlap
 
     @property
     def extras(self) -> int:
@@ -71,9 +74,8 @@ class Layout:
 
     def start(self) -> str:
         """How it is started."""
-        if self.engine != "process":
-            return f", and start it as Ray groups, {self.name}"
-        return "" if self.gpus == 1 else f", and start {self.gpus} processes by torchrun"
+        several = self.engine == "process" and self.gpus > 1
+        return f", and start {self.gpus} processes by torchrun" if several else ""
 
 
 def layouts(planner: Planner, gpus: int) -> Iterator[Layout]:
@@ -96,8 +98,7 @@ def layouts(planner: Planner, gpus: int) -> Iterator[Layout]:
 
 
 def ranked(planner: Planner, gpus: int) -> list[Estimate]:
-    """Every layout that can be, the fastest that fits first, then those that do not fit, the smallest first; at the
-    end those that this version of fewstep cannot run."""
+    """Every layout that can be, the fastest that fits first, then those that do not fit, the smallest first."""
     found = {}
     for layout in layouts(planner, gpus):
         estimate = planner.estimate(layout)
@@ -106,14 +107,8 @@ def ranked(planner: Planner, gpus: int) -> list[Estimate]:
             plain = layout.micro_batch is None or layout.micro_batch < planner.batch * layout.sequence // layout.gpus
             if plain and rows:
                 found[layout] = estimate
-    recipe = planner.sizes.recipe
 
-    def order(one: Estimate) -> tuple[bool, bool, float]:
-        layout = one.layout
-        return (
-            bool(layout.lacks(recipe)),
-            not one.fits,
-            one.seconds * EXTRA**layout.extras if one.fits else one.memory_gib,
-        )
+    def order(one: Estimate) -> tuple[bool, float]:
+        return not one.fits, one.seconds * EXTRA**one.layout.extras if one.fits else one.memory_gib
 
     return sorted(found.values(), key=order)

@@ -67,14 +67,16 @@ class Links:
             return 0.0
         return 5e-6 * COLLECTIVE_KERNELS * sum(count for work, count in works.items() if work.kind != "outside")
 
-    def seconds(self, cost: PhaseCost, counts: Mapping[str, Counts], sizes: Mapping[str, Sized], rows: int) -> float:
-        """Of one piece of the phase."""
+    def seconds(
+        self, cost: PhaseCost, counts: Mapping[str, Counts], sizes: Mapping[str, Sized], rows: int, once: bool
+    ) -> float:
+        """Of one piece of the phase. once: weights were gathered before it."""
         total = 0.0
         for work, count in cost.works.items():
             if work.kind == "outside":
                 continue
             block, trained = counts[work.role].block, sizes[work.role].trained
-            total += count * self.gather_s((4 if trained else 2) * block)
+            total += 0.0 if once else count * self.gather_s((4 if trained else 2) * block)
             if work.backward and work.weights:
                 total += count * (self.gather_s(4 * block) + self.agree_s(4 * block / self.shards))
             if work.kind == "block":

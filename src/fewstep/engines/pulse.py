@@ -51,16 +51,19 @@ def heartbeat(
 def _live(
     store: dist.Store, rank: int, other: int, silent: Callable[[int], None], launcher: int | None, over: threading.Event
 ) -> None:
-    beats, heard, heard_at = 0, b"", time.monotonic()
+    beats, heard, heard_at, kept = 0, b"", time.monotonic(), True
     while not over.wait(BEAT_S):
         if launcher not in (None, os.getppid()):
             os.kill(os.getpid(), signal.SIGTERM)
             return
+        if not kept:
+            continue
         try:
             store.set(f"pulse/{rank}", str(beats := beats + 1))
             now = store.get(f"pulse/{other}") if store.check([f"pulse/{other}"]) else heard
-        except dist.DistError:  # whoever keeps the store is gone; nothing can be heard any more
-            return
+        except dist.DistError:  # whoever keeps the store is gone, the launcher perhaps; nothing can be heard any more
+            kept = False
+            continue
         if now != heard:
             heard, heard_at = now, time.monotonic()
         elif heard not in (b"", OVER.encode()) and time.monotonic() - heard_at > SILENCE_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from safetensors import SafetensorError
 
 from fewstep.engines.mesh import RankError, Ranks
 from fewstep.engines.ray.placement import Group
@@ -30,9 +32,13 @@ PULSE_S = 5.0
 SILENT_S = 30.0
 """How long a worker may not answer."""
 GRACE_S = 1.0
-"""How long the driver gathers failures before it names one."""
+"""How long the driver gathers failures before it names one, and how long workers that go by themselves may take."""
 END_S = 10.0
 """How long a worker that was told to end may live."""
+
+
+BEGINS = re.compile(r"^\S+/\d+: process \d+ on \S+$", re.MULTILINE)
+"""The first line of a worker."""
 
 
 class WorkerError(RankError):
@@ -51,21 +57,27 @@ class Seat:
     def __str__(self) -> str:
         return f"worker {self.name} (process {self.place['pid']} on {self.place['host']})"
 
-    def last_words(self) -> str:
-        """The end of what it said, where that is known."""
-        with suppress(OSError):
-            lines = self.log.read_text(errors="replace").strip().splitlines() if self.log else []
-            if lines:
-                return f"; its last words: {' | '.join(lines[-3:])}"
-        return ""
+    @property
+    def here(self) -> bool:
+        """Whether it is a process of this machine that lives."""
+        return self.place["host"] == socket.gethostname() and lives(self.place["pid"])
 
-    def end(self) -> None:
-        """Ends the process, at once where it is on this machine."""
-        with suppress(Exception):
-            ray.kill(self.actor)
-        if self.place["host"] == socket.gethostname():
+    def kill(self) -> None:
+        """Ends the process at once, where it is on this machine."""
+        if self.here:
             with suppress(ProcessLookupError):
                 os.kill(self.place["pid"], signal.SIGKILL)
+
+
+def last_words(log: Path | None) -> str:
+    """The end of what a worker said after its first line, where it said something; before that stands in the log what
+    other processes said in its place."""
+    with suppress(OSError):
+        text = BEGINS.split(log.read_text(errors="replace"))[-1] if log else ""
+        lines = [line for line in text.splitlines() if line.strip()]
+        if lines:
+            return f"; its last words: {' | '.join(lines[-3:])}"
+    return ""
 
 
 Performed = tuple[Any, Seat, list[Any]]
@@ -92,15 +104,26 @@ class Workers:
 
     def arrive(self) -> None:
         """Waits until all of them have started."""
-        places = ray.get([actor.place.remote() for actor in self._actors], timeout=START_S)
+        asked = [actor.place.remote() for actor in self._actors]
+        places = [self._answer(rank, call) for rank, call in enumerate(asked)]
         found = enumerate(zip(self._actors, self._logs, places, strict=True))
         self.seats = [Seat(f"{self.group.name}/{rank}", *known) for rank, known in found]
 
     def meeting(self) -> tuple[str, int] | None:
         """Where they meet; None where there is one."""
         if len(self._actors) > 1 and self._meeting is None:
-            self._meeting = ray.get(self._actors[0].open_store.remote(), timeout=START_S)
+            self._meeting = self._answer(0, self._actors[0].open_store.remote())
         return self._meeting
+
+    def _answer(self, rank: int, call: Any) -> Any:
+        """What a worker says while it starts. Raises WorkerError."""
+        try:
+            return ray.get(call, timeout=START_S)
+        except RayActorError:
+            fate = "died while it started: killed, or crashed"
+        except GetTimeoutError:
+            fate = f"did not start within {START_S:.0f} s"
+        raise WorkerError(f"worker {self.group.name}/{rank} {fate}{last_words(self._logs[rank])}")
 
     def call(self, method: str, *arguments: Any) -> dict[Any, Seat]:
         """The same call on every worker: what each will return, and who returns it."""
@@ -194,20 +217,28 @@ def _told(failures: Sequence[tuple[Seat, Exception]]) -> Exception:
 
     seat, error = min(failures, key=rank)
     if isinstance(error, RayActorError):
-        return WorkerError(f"{seat} died: killed, or crashed{seat.last_words()}")
+        return WorkerError(f"{seat} died: killed, or crashed{last_words(seat.log)}")
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, (UserError, OSError)):
+    if isinstance(cause, (UserError, OSError, SafetensorError)):  # the last one is what a full disk looks like
         return cause
     return WorkerError(f"{seat} failed: {type(cause).__name__}: {cause}")
 
 
 def ended(seats: Sequence[Seat]) -> None:
-    """Ends all workers, and waits until those of this machine are gone."""
+    """Ends all workers, and waits until those of this machine are gone. They are given a moment to go as Ray wants it,
+    which tells of every other death."""
     for seat in seats:
-        seat.end()
-    until = time.monotonic() + END_S
-    here = [seat.place["pid"] for seat in seats if seat.place["host"] == socket.gethostname()]
-    while any(lives(pid) for pid in here) and time.monotonic() < until:
+        with suppress(Exception):
+            ray.kill(seat.actor)
+    _wait_for(seats, GRACE_S)
+    for seat in seats:
+        seat.kill()
+    _wait_for(seats, END_S)
+
+
+def _wait_for(seats: Sequence[Seat], most_s: float) -> None:
+    until = time.monotonic() + most_s
+    while any(seat.here for seat in seats) and time.monotonic() < until:
         time.sleep(0.05)
 
 
