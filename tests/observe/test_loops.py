@@ -55,7 +55,7 @@ def test_on_a_terminal_a_bar_is_drawn_and_taken_away_even_after_an_error():
     with pytest.raises(RuntimeError, match="broken"):
         broken()
     assert "sampling" in file.getvalue()
-    assert console._live is None if hasattr(console, "_live") else not console._live_stack
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
     with telling(console):
         assert list(watched("once more", range(2))) == [0, 1]
     assert "2/2" in file.getvalue()
