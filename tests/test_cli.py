@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,7 @@ import fewstep
 from fewstep.checkpoint.source import open_source
 from fewstep.cli import app
 from fewstep.cli.console import Commands
-from fewstep.cli.demo import compare
-from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, memory, packages, recipes
+from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, Finding, memory, packages, recipes, verdict
 from fewstep.cli.pictures import changes
 from fewstep.cli.reference import pages
 from fewstep.cli.shipped import find_recipe, recipes_folder, shipped_recipes
@@ -35,6 +36,8 @@ from fewstep.models.wan.sizes import WanSection
 pytestmark = pytest.mark.xdist_group("cli")
 
 WHOLE_RUNS = True
+
+demo = import_module("fewstep.cli.demo")  # the package has a command of that name
 
 ROOT = Path(fewstep.__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from fewstep.cli import main; main()"]
@@ -220,8 +223,62 @@ def test_doctor_says_what_is_there_and_how_to_get_the_rest(tmp_path, monkeypatch
     text = call("doctor")
     for extra in EXTRAS:
         assert f"extra {extra}" in text
-    assert "its teacher runs/nano-teacher is not trained yet fewstep train wan_nano/sft" in text
     assert "Ready." in text
+
+
+def test_the_verdict_of_doctor_counts_what_is_missing_apart_from_what_is_for_gpus():
+    found = [Finding("", state, "") for state in ("ok", "missing", "gpu", "gpu", "later", "gpu")]
+    assert verdict(found) == (
+        "Ready. 1 thing is missing; each line says what for. 3 recipes are for a GPU. 1 thing can wait or come after "
+        "another."
+    )
+    assert verdict(found[:1]) == "Ready for everything."
+
+
+@pytest.mark.parametrize(
+    ("recipe", "starts", "message"),
+    [
+        (
+            "wan_nano_video/teacher_forcing",
+            [],
+            "student.init = runs/nano-video-teacher: it is not there; what recipe wan_nano_video/sft makes comes with "
+            "fewstep: write student.init={shipped}/wan_nano_video/teacher, or train it: fewstep train "
+            "wan_nano_video/sft",
+        ),
+        (
+            "wan_nano/dmd2",
+            [],
+            "teacher.init = runs/nano-teacher: it is not there; what recipe wan_nano/sft makes comes with fewstep: "
+            "write teacher.init={shipped}/wan_nano/teacher, or train it: fewstep train wan_nano/sft",
+        ),
+        (
+            "wan_nano_video/self_forcing",
+            ["teacher.init={shipped}/wan_nano_video/teacher"],
+            "student.init = runs/nano-video-consistency: it is not there; recipe wan_nano_video/consistency makes it: "
+            "fewstep train wan_nano_video/consistency",
+        ),
+    ],
+)
+def test_a_missing_run_of_a_shipped_recipe_names_what_comes_along_or_the_recipe(
+    recipe, starts, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    starts = [start.format(shipped=recipes_folder()) for start in starts]
+    assert call("train", recipe, *starts, "--dry-run", code=2) == f"error: {message.format(shipped=recipes_folder())}"
+
+
+def test_the_run_that_the_recipe_itself_writes_is_never_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("nano-student", "nano-studies"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    text = call("train", "wan_nano/dmd2", "teacher.init=runs/nano-studen", "--dry-run", code=2)
+    assert "did you mean runs/nano-studies?" in text
+    assert "runs/nano-student" not in text.replace("runs/nano-studen ", "")
+
+
+def test_a_missing_model_that_comes_along_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"write {recipes_folder()}/wan_nano/teacher, or train it" in call("sample", "runs/nano-teacher", code=2)
 
 
 def test_doctor_counts_no_extra_that_nothing_uses_and_installs_from_the_checkout(monkeypatch):
@@ -242,7 +299,13 @@ def test_doctor_says_that_a_compiled_recipe_needs_a_gpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = {finding.topic: finding for finding in recipes()}
-    assert (found["wan_small/sft"].state, found["wan_small/sft"].detail) == ("missing", "needs a GPU")
+    assert (found["wan_small/sft"].state, found["wan_small/sft"].detail) == ("gpu", "needs a GPU")
+    assert found["wan_nano_video/consistency"].detail == "starts from runs/nano-video-causal, not trained yet"
+    assert found["wan_nano_video/consistency"].remedy == "first fewstep train wan_nano_video/teacher_forcing"
+    taught, teacher = found["wan_nano/dmd2"], recipes_folder() / "wan_nano/teacher"
+    assert taught.state == "missing" or taught.detail == f"can run: fewstep train wan_nano/dmd2 teacher.init={teacher}"
+    assert found["wan_1_3b_video/sid"].remedy == "how many of which kind: fewstep plan wan_1_3b_video/sid"
+    assert found["wan_nano_video/sft"].state == "gpu"  # uncompiled, and yet hours of a CPU
     assert "fewstep train wan_small/sft engine.compile=null" in found["wan_small/sft"].remedy
     assert "GPU" not in found["wan_nano/sft"].detail
 
@@ -503,6 +566,31 @@ def test_eval_measures_models_on_the_same_noise_and_keeps_the_numbers(run, stude
     assert "--num-samples = 10: " in call("eval", student, "--num-samples", 10, code=2)
 
 
+def test_too_few_items_to_judge_by_are_found_before_a_judge_is_trained(images, run, tmp_path):
+    """A judge needs one item more than it has 64 features, and twice that where data are compared with themselves."""
+    few = tmp_path / "few"
+    for name in ("bag", "cap", "hat"):
+        (few / name).mkdir(parents=True)
+        for index in range(20):
+            shutil.copy(images / name / f"{index}.png", few / name)
+    cache = tmp_path / "cache"
+    data = f"data={{name: image_folder, path: {few}, size: 8, channels: 1, batch: 5, cache: {cache}}}"
+    words = ["train", "wan_nano/sft", data, "student.model.conditioner.classes=3", "--dry-run"]
+    words += ["--run", tmp_path / "r", f"validation.extractor.cache={cache}"]
+    assert (
+        "data: 60 items are too few to judge samples by; give 65 or more in a folder that data.test_path names, or "
+        "write validation=null" in call(*words, code=2)
+    )
+    assert f"data.test_path = {few}: 60 items" in call(*words, f"data.test_path={few}", code=2)
+    assert "60 items" in call(*words, "validation=null")
+    assert "validation.samples = 64: " in call(*words, f"data.test_path={images}", "validation.samples=64", code=2)
+    recipe = tmp_path / "few.yaml"
+    recipe.write_text((run / "recipe.yaml").read_text().replace(str(images), str(few)))
+    refused = call("eval", run, "--recipe", recipe, code=2)
+    assert f"{few}: 60 items are too few to judge samples by; 130 or more are needed, or a recipe" in refused
+    assert not list(cache.glob("*classifier*"))
+
+
 def test_eval_of_an_export_asks_for_the_data_and_refuses_others(student, tmp_path):
     call("export", student, tmp_path / "exported")
     assert "name a recipe of that data by --recipe" in call("eval", tmp_path / "exported", code=2)
@@ -514,13 +602,26 @@ def test_eval_of_an_export_asks_for_the_data_and_refuses_others(student, tmp_pat
 
 def test_the_demo_ends_with_a_table_pictures_and_a_report(run, student):
     """The last third of the demo, on tiny models."""
-    picture = compare(run, student, num_samples=70)
+    picture = demo.compare(run, student, num_samples=70)
     rows = load_evaluations(student / "evaluation.json")
     assert [row.num_steps for row in rows] == [0, 20, 4, 2, 1, 4]
     assert {row.num_samples for row in rows} == {70}
     assert "real data" in (student / "report.html").read_text()
     with Image.open(picture) as shown:
         assert shown.height > 7 * 48
+
+
+def test_a_demo_that_is_begun_again_says_where_it_goes_on(images, tmp_path, capsys):
+    words = [*tiny(images, tmp_path), TINY_MODEL, "validation=null"]
+    for iterations, told in ((2, ""), (3, "goes on from iteration 2 of 3"), (3, "is finished")):
+        demo.train("wan_nano/sft", tmp_path / "teacher", [*words, f"iterations={iterations}"], "fewstep demo")
+        text = " ".join(capsys.readouterr().out.split())
+        assert (f"{tmp_path / 'teacher'} is there already: it {told}." in text) == bool(told)
+
+
+def test_an_interrupted_demo_names_the_command_that_goes_on():
+    assert demo.command("demo", Path("my runs"), False) == "fewstep demo --out 'my runs'"
+    assert demo.command("demo-video", Path("a"), True) == "fewstep demo-video --out a --train-teacher"
 
 
 # The reference pages

@@ -145,6 +145,28 @@ def test_a_class_that_is_not_known_is_named_as_it_was_given(student, label):
     assert "(or a number from 0 to 19)" in text
 
 
+@pytest.mark.parametrize(
+    ("label", "hint"),
+    [
+        ("Coat", "did you mean 'Coat, bounce' or 'Coat, circle'? (or"),
+        ("bag, cirkle", "did you mean 'Bag, circle'? (or"),
+        ("Ankle boot", "did you mean 'Ankle boot, bounce' or 'Ankle boot, circle'? (or"),
+        ("zzz", "the classes are 'T-shirt/top, bounce', 'T-shirt/top, circle', 'Trouser, bounce', "),
+    ],
+)
+def test_classes_are_quoted_and_those_that_begin_so_are_named(student, label, hint):
+    assert hint in call("sample", student, "--label", label, code=2)
+
+
+def test_a_gif_and_an_mp4_of_a_stream_are_of_one_size(student, tmp_path):
+    """Each scaled up by the same whole number."""
+    av = pytest.importorskip("av")
+    for name in ("a.gif", "a.mp4"):
+        call("stream", student, "--frames", 3, "--out", tmp_path / name)
+    with Image.open(tmp_path / "a.gif") as gif, av.open(str(tmp_path / "a.mp4")) as film:
+        assert gif.size == (film.streams.video[0].width, film.streams.video[0].height) == (128, 128)
+
+
 def test_another_number_of_steps_than_the_trained_one_warns(student, tmp_path):
     text = call("stream", student, "--frames", 6, "--steps", 1, "--out", tmp_path / "a.gif")
     assert "the network was trained for 3" in text
@@ -228,7 +250,26 @@ def test_a_dry_run_says_how_the_student_sees(world):
 
 def test_a_bidirectional_model_cannot_be_streamed(world):
     teacher = world.run("wan_nano_video/sft").path
-    assert "makes whole clips and cannot be streamed" in call("stream", teacher, code=2)
+    assert (
+        f"makes whole clips and cannot be streamed; make it causal: fewstep train wan_nano_video/teacher_forcing "
+        f"student.init={teacher}; or sample it: fewstep sample {teacher}"
+    ) in call("stream", teacher, code=2)
+
+
+def test_a_method_on_rollouts_warns_of_a_student_that_never_made_a_clip_block_by_block(world):
+    """It does not get anywhere from there, as docs/methods.md measured."""
+    words = ["train", SELF_FORCING, *world.overrides(SELF_FORCING, 3), "--dry-run"]
+    teacher = world.run("wan_nano_video/sft").path
+    for init in (teacher, "teacher"):
+        text = call(*words, f"student.init={init}", "student.causal={block_frames: 3}")
+        assert f"warning: student.init = {init} sees whole clips, and 'dmd2' does not get anywhere" in text
+    assert "warning" not in call(*words)
+
+
+def test_lengths_that_cannot_be_judged_name_some_that_can(student):
+    """Whole blocks of 3 frames, and one window of 9 or more."""
+    for length, near in ((5, "9 or 12"), (10, "9 or 12"), (14, "12 or 15")):
+        assert f"--long {length}: write {near}, or another" in call("eval", student, "--long", length, code=2)
 
 
 def test_eval_judges_clips_by_their_motion_too(world, student, tmp_path):
@@ -288,6 +329,8 @@ def test_an_export_of_a_causal_student_streams_as_the_run_does(student, tmp_path
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "fewstep stream . --label 0" in card
     assert "only fewstep runs it as it was trained" in card
+    assert "library_name: fewstep" in card
+    assert "which see a window of 6, a sink of 0, positions reindexed" in card
     for model, name in ((student, "run.gif"), (tmp_path / "exported", "export.gif")):
         call("stream", model, "--frames", 12, "--out", tmp_path / name)
     assert frames(tmp_path / "run.gif") == frames(tmp_path / "export.gif")

@@ -103,7 +103,11 @@ def test_the_rows_of_a_stream_are_those_of_its_first_iteration(world: World):
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        (LONG, ["student.causal=null"], ["sampling.stream_chunks = 6", "sees the whole clip at once"]),
+        (
+            LONG,
+            ["student.causal=null"],
+            ["sampling.stream_chunks = 6", "sees the whole clip at once", "few steps (student.init)"],
+        ),
         (LONG, ["sampling.overlap_frames=4"], ["overlap_frames 4", "5 new frames", "blocks of 3", "write 3 or 6"]),
         (LONG, ["sampling.stream_chunks=1"], ["overlap_frames 3", "stream_chunks 1"]),
         (LONG, ["sampling.rolling_blocks=3"], ["stream_chunks 6", "rolling_blocks 3"]),

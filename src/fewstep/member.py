@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fewstep.data.sources import open_dataset
 from fewstep.engines.mesh import Mesh, Ranks, join
 from fewstep.engines.ray.placement import Group
 from fewstep.evaluate.validation import Validator
+from fewstep.observe.loops import telling
 from fewstep.plan import Plan
 from fewstep.prepare import prepare
 from fewstep.trajectories import generate
@@ -103,17 +104,18 @@ def validator(plan: Plan, student: Any, run: RunFolder) -> Validator | None:
         return None
     if not plan.ranks.first:
         section = section.model_copy(update={"extractor": None})
-    return Validator(
-        section,
-        plan.recipe.sampling,
-        student.network.conditioner,
-        plan.codec,
-        plan.dataset,
-        open_dataset(plan.recipe.data, "test"),
-        shape=plan.shape,
-        causal=student.causal,
-        folder=run.samples if plan.ranks.first else None,
-        dtype=plan.sampler.dtype,
-        device=plan.device,
-        plugins=plan.recipe.plugins,
-    )
+    with telling() if plan.ranks.first else nullcontext():
+        return Validator(
+            section,
+            plan.recipe.sampling,
+            student.network.conditioner,
+            plan.codec,
+            plan.dataset,
+            open_dataset(plan.recipe.data, "test"),
+            shape=plan.shape,
+            causal=student.causal,
+            folder=run.samples if plan.ranks.first else None,
+            dtype=plan.sampler.dtype,
+            device=plan.device,
+            plugins=plan.recipe.plugins,
+        )

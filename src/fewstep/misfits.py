@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 from torch import nn
 
 from fewstep.checkpoint.run_folder import Source
 from fewstep.data.latents import LatentFolder
+from fewstep.data.sources import open_dataset
 from fewstep.engines.ray.placement import RaySection
 from fewstep.errors import UserError
+from fewstep.evaluate.extractor import fewest_items
 from fewstep.models.api import Geometry
 from fewstep.models.codec import CodecSection, build_codec
 from fewstep.models.families import ModelSection
@@ -25,6 +29,7 @@ def all_misfits(plan: Plan) -> list[str]:
         *misfits(plan),
         *misfits_of_blocks(plan),
         *odd_numbers(plan),
+        *too_few_to_judge(plan),
         *odd_ranks(plan),
         *odd_division(plan),
         *missing_packages(plan.recipe.observe),
@@ -35,13 +40,15 @@ def misfits(plan: Plan) -> list[str]:
     """What does not fit between the data, the codec and the networks."""
     errors, networks = [], plan.networks("meta")
     if plan.codec.channels != plan.shape[1]:
+        channels = plan.shape[1]
+        wanted = {**plan.recipe.codec.model_dump(mode="json"), "mean": [0] * channels, "std": [1] * channels}
         errors.append(
-            f"codec: it has mean and std of {plan.codec.channels} channels, the data have "
-            f"{plan.shape[1]}; write codec.mean and codec.std with {plan.shape[1]} values each"
+            f"codec: it has mean and std of {plan.codec.channels} channels, the data have {channels}; write "
+            f"{as_override('codec', wanted)}, or the mean and std of your data"
         )
     for name, role in plan.roles.items():
         if role.model is not None:
-            errors += [f"{name}: {text}" for text in misfits_of_network(plan, role.model, networks[name])]
+            errors += [f"{name}: {text}" for text in misfits_of_network(plan, name, networks[name])]
         teacher = plan.roles.get("teacher")
         shared = teacher is not None and name != "teacher" and role.source is teacher.source
         if role.source is not None and not shared:  # what is wrong with the teacher is told once
@@ -49,12 +56,16 @@ def misfits(plan: Plan) -> list[str]:
     conditioners = {name: role.model.conditioner for name, role in plan.roles.items() if role.model is not None}
     for name, conditioner in conditioners.items():
         if conditioner != conditioners["student"]:
-            errors.append(f"{name}: its conditioning is {conditioner!r}, the student's {conditioners['student']!r}")
+            mine, student = (_flow(conditioners[one].model_dump(mode="json")) for one in (name, "student"))
+            errors.append(f"{name}: its conditioning is {mine}, the student's {student}; take networks of one kind")
     return errors
 
 
-def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> Iterator[str]:
-    """What of a network is not made for the data."""
+def misfits_of_network(plan: Plan, name: str, network: nn.Module) -> Iterator[str]:
+    """What of the network of role ``name`` is not made for the data."""
+    role = plan.roles[name]
+    model: ModelSection = role.model  # type: ignore[assignment]
+    drawn = role.source is None  # then the recipe says what it is like
     _, channels, height, width = plan.shape
     if model.causal is not None:
         try:
@@ -63,7 +74,8 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
             yield f"causal: {error}; change block_frames, or the data's frames"
     geometry: Geometry = network.geometry  # type: ignore[assignment]
     if geometry.channels != channels:
-        yield f"its network has {geometry.channels} latent channels, the data {channels} (model.channels)"
+        wanted = f"; write {name}.model.channels={channels}" if drawn else ""
+        yield f"its network has {geometry.channels} latent channels, the data {channels} (model.channels){wanted}"
     try:
         geometry.tokens_per_frame(height, width)
     except ValueError as error:
@@ -73,10 +85,21 @@ def misfits_of_network(plan: Plan, model: ModelSection, network: nn.Module) -> I
     if isinstance(plan.dataset, LatentFolder):
         yield from plan.dataset.misfits(classes, model.architecture.text_dim)
     elif classes != len(plan.dataset.classes):
+        num = len(plan.dataset.classes)
+        wanted = f"write {name}.model.conditioner.classes={num}" if drawn and classes else "take another network"
         yield (
             f"its network is conditioned on {classes or 'no'} classes ({model.conditioner.name}), the data set has "
-            f"{len(plan.dataset.classes)}; take another network or other data"
+            f"{num}; {wanted}, or other data"
         )
+
+
+def as_override(key: str, values: Mapping[str, Any]) -> str:
+    """A section as an argument of a command, for a shell: ``codec='{name: identity, mean: [0], std: [1]}'``."""
+    return f"{key}='{_flow(values)}'"
+
+
+def _flow(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False, width=math.inf).strip()
 
 
 def misfits_of_blocks(plan: Plan) -> Iterator[str]:
@@ -115,8 +138,8 @@ def misfits_of_source(plan: Plan, source: Source) -> Iterator[str]:
         )
     if source.codec and build_codec(TypeAdapter(CodecSection).validate_python(source.codec)).id != plan.codec.id:
         yield (
-            f"codec: {source.path} was trained on latents of {source.codec}, this recipe makes latents of "
-            f"{plan.recipe.codec.model_dump()}; write the codec of that run"
+            f"codec: {source.path} was trained on other latents than this recipe makes; write the codec of that run, "
+            f"{as_override('codec', source.codec)}"
         )
 
 
@@ -149,6 +172,33 @@ def odd_numbers(plan: Plan) -> list[str]:
                 f"method.gan.layers = {list(gan.layers)}: write ascending block numbers from 0 to {depth - 1}"
             )
     return errors
+
+
+def too_few_to_judge(plan: Plan) -> Iterator[str]:
+    """Fewer samples, or fewer items to compare them with, than the features of the judge; it is not made for this."""
+    recipe = plan.recipe
+    section = recipe.validation
+    if section is None or section.extractor is None or not plan.ranks.first:
+        return
+    try:
+        fewest = fewest_items(section.extractor, recipe.plugins)
+    except UserError as error:
+        yield f"validation.{error}"
+        return
+    if section.samples < fewest:
+        yield (
+            f"validation.samples = {section.samples}: the Frechet distance on {fewest - 1} features needs more samples "
+            f"than that; write {fewest} or more (some thousands for a figure to trust)"
+        )
+    num = len(open_dataset(recipe.data, "test"))
+    if num < fewest:
+        path = getattr(recipe.data, "test_path", None)
+        kept = f"data.test_path = {path}" if path else "data"
+        more = "" if path or not hasattr(recipe.data, "test_path") else " in a folder that data.test_path names"
+        yield (
+            f"{kept}: {num} items are too few to judge samples by; give {fewest} or more{more}, or write "
+            "validation=null"
+        )
 
 
 def odd_ranks(plan: Plan) -> Iterator[str]:

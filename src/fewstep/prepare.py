@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +30,7 @@ from fewstep.plan import Plan, RolePlan
 from fewstep.rollout.carry import refuse_cut
 from fewstep.rollout.few_step import FewStep
 from fewstep.rollout.sampler import sampler_of
+from fewstep.shipped import how_to_get, recipe_of_run
 
 
 def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
@@ -59,6 +62,8 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
         if causal and sampling.stream_chunks > 1:
             refuse_cut(dataset.shape[0], sampling.overlap_frames, causal)
     except UserError as error:
+        if causal is None:
+            raise UserError(f"{error}, or start from a causal student of few steps (student.init)") from error
         frames = f"the latents in {dataset.path}" if isinstance(dataset, LatentFolder) else "data.frames"
         raise UserError(f"{error} ({frames}, student.causal, sampling)") from error
     method = known.of(recipe.method, sampler)
@@ -69,7 +74,23 @@ def prepare(recipe: Recipe, ranks: Ranks | None = None) -> Plan:
     plan = Plan(recipe, method, sampler, dataset, codec, roles, device, precision, ranks, groups)
     if errors := all_misfits(plan):
         raise UserErrors(errors)
+    if ranks.first:
+        for text in doubts(plan):
+            warnings.warn(text, stacklevel=2)
     return plan
+
+
+def doubts(plan: Plan) -> Iterator[str]:
+    """What can run and leads nowhere."""
+    student = plan.roles["student"]
+    if "critic" not in plan.roles or student.model is None or student.model.causal is None or student.source is None:
+        return
+    if student.source.model.get("causal") is None:
+        yield (
+            f"student.init = {plan.recipe.student.init} sees whole clips, and '{plan.recipe.method.name}' does not get "
+            "anywhere from such weights; make them causal (teacher_forcing), then of few steps (consistency or "
+            "ode_init), and name that run as student.init"
+        )
 
 
 def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
@@ -77,13 +98,13 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
     planned: dict[str, RolePlan] = {}
     if "teacher" in method.roles:
         assert recipe.teacher is not None
-        planned["teacher"] = _from_source("teacher", recipe.teacher.init, recipe.teacher.weights)
+        planned["teacher"] = _from_source("teacher", recipe.teacher.init, recipe.teacher.weights, recipe.name)
     student = recipe.student
-    planned["student"] = _trained("student", student, planned, student.optimizer, student.schedule)
+    planned["student"] = _trained("student", student, planned, student.optimizer, student.schedule, recipe.name)
     if "critic" in method.roles:
         critic = recipe.critic or CriticSection()
         optimizer, schedule = critic.optimizer or student.optimizer, critic.schedule or student.schedule
-        planned["critic"] = _trained("critic", critic, planned, optimizer, schedule)
+        planned["critic"] = _trained("critic", critic, planned, optimizer, schedule, recipe.name)
         if "discriminator" in method.roles:
             head = recipe.discriminator
             planned["discriminator"] = RolePlan(
@@ -102,13 +123,14 @@ def _trained(
     planned: dict[str, RolePlan],
     optimizer: OptimizerSection,
     schedule: ScheduleSection,
+    run: str,
 ) -> RolePlan:
     if section.init == "random":
         start = RolePlan(section.model, None, drawn_for=name)
     elif section.init in planned:
         start = planned[section.init]
     else:
-        start = _from_source(name, section.init, section.weights or "ema")
+        start = _from_source(name, section.init, section.weights or "ema", run)
     if section.init != "random" and section.model is not None and section.model != start.model:
         raise UserError(f"{name}.model differs from the network of {name}.init = {section.init}; leave it out")
     causal = getattr(section, "causal", None)
@@ -117,9 +139,13 @@ def _trained(
     return replace(start, optimizer=optimizer, schedule=schedule)
 
 
-def _from_source(name: str, path: str, weights: Literal["ema", "raw"]) -> RolePlan:
+def _from_source(name: str, path: str, weights: Literal["ema", "raw"], run: str) -> RolePlan:
+    """What ``name`` starts from in a recipe whose own run is called ``run``, which is nothing to start from."""
+    place = Path(path).expanduser()
+    if not place.exists() and (recipe := recipe_of_run(place.name)) and place.name != run:
+        raise UserError(f"{name}.init = {path}: it is not there; {how_to_get(recipe, f'{name}.init=')}")
     try:
-        source = open_source(Path(path))
+        source = open_source(place, besides=run)
     except UserError as error:
         raise UserError(f"{name}.init = {path}: {error}") from error
     return RolePlan(TypeAdapter(ModelSection).validate_python(source.model), source, weights)

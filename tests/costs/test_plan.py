@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fewstep.models.wan.sizes import SIZES
 from tests.test_cli import call
 
 WHOLE_RUNS = True
+launcher = import_module("fewstep.cli.plan").launcher  # the package has a command of that name
 H200 = kind_of("h200")
 
 
@@ -37,8 +39,38 @@ def video() -> Planner:
 
 def test_a_recipe_is_planned_without_weights_and_data():
     output = call("plan", "wan_1_3b_video/diffusion_forcing", "--gpus", "8")
-    for text in ("models/Wan2.1-T2V-1.3B-Diffusers is not there", "FSDP 8", "together, at the peak", "Write:"):
+    for text in (
+        "models/Wan2.1-T2V-1.3B-Diffusers is not there",
+        "FSDP 8",
+        "together, at the peak",
+        "planned is a network of size 1.3B that reads texts",
+    ):
         assert text in output
+
+
+def test_a_plan_ends_with_the_command_that_starts_its_best_layout():
+    output = call("plan", "wan_1_3b_video/diffusion_forcing", "data.batch=32", "--gpus", "8")
+    assert (
+        "Start it: torchrun --nproc-per-node 8 -m fewstep train wan_1_3b_video/diffusion_forcing data.batch=32"
+        in output
+    )
+    assert "each thing beside the plain one counts as 2% slower) layout" in output
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(1), ""),
+        (Layout(8, "split", 4), ""),
+        (Layout(8), "torchrun --nproc-per-node 8 -m "),
+        (
+            Layout(12),
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500 -m -- ",
+        ),
+    ],
+)
+def test_the_launcher_is_that_of_so_many_machines(layout, words):
+    assert launcher(layout, host_gpus=8) == words
 
 
 def test_the_json_of_a_plan_is_the_same_every_time():

@@ -90,7 +90,7 @@ def test_without_a_path_the_debian_package_is_used_even_if_a_download_is_allowed
 
 @pytest.mark.usefixtures("no_debian_package")
 def test_without_any_copy_the_error_lists_the_three_ways():
-    with pytest.raises(UserError, match=r"data\.path .*apt install dataset-fashion-mnist.*data\.download: true"):
+    with pytest.raises(UserError, match=r"data\.path .*apt install dataset-fashion-mnist.*data\.download=true"):
         find_folder(section())
 
 

@@ -93,7 +93,7 @@ def test_every_broken_file_is_found_before_training_and_the_first_are_named(pets
     assert "cat/x3.png: cannot identify image file" in message
     assert "x4.png" not in message
     assert "and 4 more" in message
-    assert "set data.on_broken: skip" in message
+    assert "write data.on_broken=skip" in message
 
 
 def test_broken_files_are_left_out_with_a_warning_if_the_user_wishes(pets: Path):

@@ -83,7 +83,7 @@ def test_every_video_that_cannot_be_used_is_named_before_training(acts: Path, pu
     assert f"data.path: 2 of the 5 videos in '{acts}' cannot be used:" in message
     assert "run/short.mkv: 4 frames, where data.frames: 3 with data.stride: 2 needs 5" in message
     assert "jump/text.mp4: Invalid data found" in message
-    assert "set data.on_broken: skip" in message
+    assert "write data.on_broken=skip" in message
 
 
 def test_videos_that_cannot_be_used_are_left_out_if_the_user_wishes(acts: Path, put):

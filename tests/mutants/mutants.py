@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.cost_mutants import COSTS
 from tests.mutants.fault_mutants import FAULTS
 from tests.mutants.many_ranks import MANY_RANKS
+from tests.mutants.message_mutants import MESSAGES
 from tests.mutants.mutant import Mutant
 from tests.mutants.ray_groups import RAY
 
@@ -794,5 +795,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *LATENTS,
     *FAULTS,
     *COSTS,
+    *MESSAGES,
     *RAY,
 )

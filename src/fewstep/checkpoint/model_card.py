@@ -56,12 +56,14 @@ def _head(name: str, exported: Exported) -> str:
     }
     if exported.block_frames is not None:
         seen = f"a window of {exported.window}, a sink of {exported.sink}" if exported.window else "all before them"
-        rows["Blocks"] = f"{exported.block_frames} latent frames at a time, which see {seen}"
+        positions = exported.model["causal"]["positions"]
+        rows["Blocks"] = f"{exported.block_frames} latent frames at a time, which see {seen}, positions {positions}"
     if exported.classes is not None:
         rows["Classes"] = ("; " if any("," in name for name in exported.classes) else ", ").join(exported.classes)
+    library = "diffusers" if exported.block_frames is None else "fewstep"  # plain diffusers has no causal form
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return (
-        f"---\nlibrary_name: diffusers\ntags: [flow-matching, fewstep]\n---\n\n# {name}\n\n"
+        f"---\nlibrary_name: {library}\ntags: [flow-matching, fewstep]\n---\n\n# {name}\n\n"
         f"A {exported.stage} of the family {exported.model['family']} that makes {what} in {steps} "
         f"step{'s' if steps > 1 else ''}, trained with fewstep.\n\n| | |\n| --- | --- |\n{table}"
     )

@@ -83,11 +83,12 @@ class Source:
         return self.read(self.chosen(which) if role == "student" else "raw", role)
 
 
-def open_source(path: Path | str) -> Source:
-    """Finds out what ``path`` is. Raises UserError that says what was found there and what to give instead."""
+def open_source(path: Path | str, besides: str | None = None) -> Source:
+    """Finds out what ``path`` is. Raises UserError that says what was found there and what to give instead, but never
+    a folder called ``besides``."""
     path = Path(path).expanduser()
     if not path.exists():
-        raise UserError(f"{path} does not exist{_similar(path)}; {_WANTED}")
+        raise UserError(f"{path} does not exist{_similar(path, besides)}; {_WANTED}")
     if not path.is_dir():
         raise UserError(f"{path} is a file{_about_file(path)}; {_WANTED}")
     if (path / EXPORTED).is_file():
@@ -275,8 +276,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _similar(path: Path) -> str:
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+def _similar(path: Path, besides: str | None) -> str:
+    names = [entry.name for entry in path.parent.iterdir() if entry.name != besides] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" (did you mean {path.parent / close[0]}?)" if close else ""
 

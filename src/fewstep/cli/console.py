@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -37,6 +37,17 @@ def show(table: Table) -> None:
     """A table at its full width: figures are never cut; in a narrow terminal its lines wrap instead."""
     needed = table.__rich_measure__(out, out.options.update(max_width=1000)).maximum
     (out if needed <= out.width else Console(width=needed)).print(table)
+
+
+def listed(things: Iterable[object], last: str = "and") -> str:
+    """``a, b and c``."""
+    *before, final = map(str, things)
+    return f"{', '.join(before)} {last} {final}" if before else final
+
+
+def time_of(ms: float) -> str:
+    """Three digits of milliseconds, or of seconds where there are 1000 or more."""
+    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms / 1000:.3g} s"
 
 
 def table(title: str, *columns: str, numbers: bool = False) -> Table:

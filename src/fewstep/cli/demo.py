@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,15 +29,16 @@ def demo(
     Ends with a table, a picture of both on the same noise, and a report. An interrupted demo goes on where it stopped.
     """
     teacher, student = recipes_folder() / TEACHER, out / "student"
+    again = command("demo", out, train_teacher)
     if train_teacher:
         teacher = out / "teacher"
         say("1/3  The teacher: flow matching on Fashion-MNIST (recipe wan_nano/sft).", style="bold")
-        train("wan_nano/sft", teacher, [])
+        train("wan_nano/sft", teacher, [], again)
     else:
         say("1/3  The teacher comes with fewstep: flow matching on Fashion-MNIST (recipe wan_nano/sft).", style="bold")
         say(f"     {teacher}; --train-teacher makes it here.")
     say("2/3  The student: DMD2, 4 steps (recipe wan_nano/dmd2).", style="bold")
-    train("wan_nano/dmd2", student, [f"teacher.init={teacher}"])
+    train("wan_nano/dmd2", student, [f"teacher.init={teacher}"], again)
     say(f"3/3  Both against data that no training saw: {NUM_SAMPLES:,} samples each, the same noise.", style="bold")
     picture = compare(teacher, student)
     say(
@@ -48,9 +50,15 @@ def demo(
     )
 
 
-def train(name: str, place: Path, overrides: list[str]) -> None:
-    """Runs a shipped recipe in ``place``, or goes on with the run that is there."""
+def command(name: str, out: Path, train_teacher: bool) -> str:
+    """What starts this demo, and goes on with it."""
+    return shlex.join(["fewstep", name, "--out", str(out)] + ["--train-teacher"] * train_teacher)
+
+
+def train(name: str, place: Path, overrides: list[str], again: str) -> None:
+    """Runs a shipped recipe in ``place``, or goes on with the run that is there; ``again``: the command of the demo."""
     from fewstep.checkpoint.run_folder import RunFolder
+    from fewstep.checkpoint.save import load_checkpoint, newest_complete
     from fewstep.config import load_recipe
     from fewstep.prepare import prepare
     from fewstep.train import train as run_plan
@@ -58,7 +66,12 @@ def train(name: str, place: Path, overrides: list[str]) -> None:
     recipe = load_recipe(find_recipe(name), overrides)
     begun = RunFolder(place).holds_a_run()
     folder = RunFolder(place) if begun else RunFolder.create(place)
-    if not run_plan(prepare(recipe), folder, resume=begun, go_on="the same command again"):
+    newest = newest_complete(folder.checkpoints) if begun else None
+    if newest is not None:
+        done = load_checkpoint(newest).iteration
+        where = "is finished" if done >= recipe.iterations else f"goes on from iteration {done} of {recipe.iterations}"
+        say(f"     {place} is there already: it {where}.")
+    if not run_plan(prepare(recipe), folder, resume=begun, go_on=again):
         raise typer.Exit(STOPPED)
 
 
@@ -69,14 +82,16 @@ def compare(teacher_place: Path, student_run: Path, num_samples: int = NUM_SAMPL
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import write_comparison
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
+    from fewstep.observe.loops import telling
     from fewstep.observe.report import write_report
 
     teacher, student, run = load_model(teacher_place), load_model(student_run), RunFolder(student_run)
-    judge, real = open_judge(student, None)
     models = [(teacher, steps) for steps in TEACHER_STEPS] + [(student, None)]
     settings: dict[str, Any] = {"num_samples": num_samples, "seeds": (0,), "batch": 100}
-    rows = [evaluate_real(judge, real, num_samples)]
-    rows += [measure(model, judge, steps, **settings) for model, steps in models]
+    with telling():
+        judge, real = open_judge(student, None, num_samples)
+        rows = [evaluate_real(judge, real, num_samples)]
+        rows += [measure(model, judge, steps, **settings) for model, steps in models]
     show(evaluation_table(rows))
     save_evaluations(run.evaluation, rows)
     write_comparison(run.samples / "compare.png", teacher, student)

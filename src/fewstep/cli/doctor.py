@@ -7,17 +7,23 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
 import fewstep
 from fewstep.cli.console import out, say, table
-from fewstep.cli.shipped import shipped_recipes
+from fewstep.cli.shipped import run_recipe
 from fewstep.errors import UserError, UserErrors
+from fewstep.shipped import recipe_of_run, shipped_recipes, shipped_result
+
+if TYPE_CHECKING:
+    from fewstep.config import Recipe
 
 EXTRAS = {
     "hf": (("diffusers", "transformers"), "published models, diffusers pipelines"),
@@ -28,14 +34,16 @@ EXTRAS = {
 """Optional extras: their packages, and what they are for."""
 NOT_NEEDED_YET = ("ray",)
 """Extras that nothing in this version uses."""
-STYLES = {"ok": "green", "later": "dim", "missing": "yellow", "fault": "bold red"}
+STYLES = {"ok": "green", "later": "dim", "gpu": "dim", "missing": "yellow", "fault": "bold red"}
+CORE_FLOPS = 1e10
+"""Floating-point operations that a core does in a second of training small networks, about."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. state: ``ok``, ``later`` (nothing uses it yet), ``missing`` (something cannot be
-    done), ``fault`` (nothing can)."""
+    """One thing that was looked at. state: ``ok``, ``later`` (nothing uses it yet, or something comes first), ``gpu``
+    (for a machine with one), ``missing`` (something cannot be done), ``fault`` (nothing can)."""
 
     topic: str
     state: str
@@ -64,15 +72,24 @@ def doctor() -> None:
         rows.add_row(Text(finding.topic), Text(finding.state, style=STYLES[finding.state]), detail)
     out.print(rows)
     faults = [finding for finding in findings if finding.state == "fault"]
-    missing = [finding for finding in findings if finding.state == "missing"]
     if faults:
         say(f"\n{', '.join(finding.topic for finding in faults)}: to be mended before anything can run.")
         raise typer.Exit(1)
-    say(
-        f"\nReady. {len(missing)} things are missing; each line says what for."
+    say(f"\n{verdict(findings)}")
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The last line: what of the findings is to be done, and what is not."""
+    count = Counter(finding.state for finding in findings)
+    missing, gpu, later = count["missing"], count["gpu"], count["later"]
+    parts = [
+        f"{missing} {'thing is' if missing == 1 else 'things are'} missing; each line says what for."
         if missing
-        else "\nReady for everything."
-    )
+        else "",
+        f"{gpu} {'recipe is' if gpu == 1 else 'recipes are'} for a GPU." if gpu else "",
+        f"{later} {'thing' if later == 1 else 'things'} can wait or come after another." if later else "",
+    ]
+    return " ".join(["Ready.", *filter(None, parts)]) if any(parts) else "Ready for everything."
 
 
 def machine() -> Iterator[Finding]:
@@ -114,7 +131,7 @@ def torch_and_devices() -> Iterator[Finding]:
         "CPU", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use: trains the nano recipes"
     )
     if not torch.cuda.is_available():
-        yield Finding("GPU", "missing", "none that PyTorch can use", "larger recipes need a CUDA device")
+        yield Finding("GPU", "later", "none that PyTorch can use", "larger recipes need a CUDA device")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(index)
         yield Finding(f"GPU {index}", "ok", f"{found.name}, {found.total_memory / GIB:.0f} GiB")
@@ -164,27 +181,57 @@ def data() -> Iterator[Finding]:
 
 def recipes() -> Iterator[Finding]:
     """Whether each shipped recipe could start here and now."""
+    from fewstep.config import load_recipe
+
+    for name, path in shipped_recipes().items():
+        yield about(name, load_recipe(path))
+
+
+def about(name: str, recipe: Recipe) -> Finding:
+    """Whether one could: of the runs that it starts from, those that come with fewstep need not be there. Recipes that
+    start from random weights are the long ones."""
     import torch
 
     from fewstep.config import load_recipe
     from fewstep.prepare import prepare
 
-    loaded = {name: load_recipe(path) for name, path in shipped_recipes().items()}
-    trains = {recipe.name: name for name, recipe in loaded.items()}
-    for name, recipe in loaded.items():
-        if recipe.engine.compile is not None and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        if recipe.data.name == "latents":
+            return Finding(name, "gpu", "needs GPUs", f"how many of which kind: fewstep plan {name}")
+        if recipe.engine.compile is not None:
             remedy = f"on a CPU, with patience: fewstep train {name} engine.compile=null"
-            yield Finding(name, "missing", "needs a GPU", remedy)
-            continue
-        needed = Path(recipe.teacher.init) if recipe.teacher is not None else None
-        if needed is not None and not needed.exists() and needed.name in trains:
-            remedy = f"fewstep train {trains[needed.name]}"
-            yield Finding(name, "missing", f"its teacher {needed} is not trained yet", remedy)
-            continue
-        try:
-            prepare(recipe)
-        except UserError as error:
-            first, *more = error.errors if isinstance(error, UserErrors) else [str(error)]
-            yield Finding(name, "missing", "cannot run", first + (f" (and {len(more)} more)" if more else ""))
-        else:
-            yield Finding(name, "ok", f"can run: fewstep train {name}")
+            return Finding(name, "gpu", "needs a GPU", remedy)
+        if recipe.student.init == "random" and (hours := hours_on_cpu(recipe)) > 1:
+            told = f"wants a GPU; about {hours:.0f} hours on these {os.cpu_count()} cores"
+            return Finding(name, "gpu", told, f"fewstep train {name}")
+    given, waits = [], {}
+    for role in ("teacher", "student"):
+        section = getattr(recipe, role)
+        made_by = recipe_of_run(Path(section.init).name) if section and not Path(section.init).exists() else None
+        if made_by is not None and (shipped := shipped_result(made_by)):
+            given.append(f"{role}.init={shipped}")
+        elif made_by is not None:
+            waits[section.init] = made_by
+    if waits:
+        told = f"starts from {' and '.join(waits)}, not trained yet"
+        return Finding(name, "later", told, "first " + ", ".join(f"fewstep train {first}" for first in waits.values()))
+    try:
+        prepare(load_recipe(shipped_recipes()[name], given))
+    except UserError as error:
+        first, *more = error.errors if isinstance(error, UserErrors) else [str(error)]
+        return Finding(name, "missing", "cannot run", first + (f" (and {len(more)} more)" if more else ""))
+    return Finding(name, "ok", f"can run: {' '.join(['fewstep train', name, *given])}")
+
+
+def hours_on_cpu(recipe: Recipe) -> float:
+    """About how long the recipe takes on this machine's cores; 0 where its networks are not known."""
+    from fewstep.costs.estimate import Planner
+    from fewstep.costs.sizes import sizes_of
+    from fewstep.devices import kind_of
+
+    try:
+        sizes = sizes_of(recipe, size=None, shape=None, find=run_recipe)
+    except UserError:
+        return 0.0
+    flops = Planner(sizes, kind_of("h200"), host_gpus=8).model_flops * recipe.iterations
+    return flops / ((os.cpu_count() or 1) * CORE_FLOPS * 3600)

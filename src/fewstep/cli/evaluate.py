@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewstep.cli.console import say, show
 from fewstep.cli.export import MODEL_HELP
 from fewstep.errors import UserError
+
+if TYPE_CHECKING:
+    from fewstep.models.blocks import CausalSection
 
 
 def evaluate(
@@ -59,6 +62,7 @@ def evaluate(
     from fewstep.cli.pictures import write_comparison
     from fewstep.evaluate.drift import drift, drift_table
     from fewstep.evaluate.evaluation import evaluate_real, evaluation_table, save_evaluations
+    from fewstep.observe.loops import telling
     from fewstep.observe.report import write_report
 
     loaded = load_model(model, raw=raw, device=device)
@@ -66,31 +70,29 @@ def evaluate(
     if long is not None and loaded.role.causal is None:
         raise UserError(f"--long {long}: {model} makes clips of {loaded.shape[0]} frame(s) as a whole; leave it out")
     if long is not None and loaded.role.causal is not None:
-        loaded.role.causal.partition(long)
-        if long < loaded.shape[0]:
-            raise UserError(f"--long {long}: windows have {loaded.shape[0]} frames; write that many or more")
-    judge, train = open_judge(loaded, recipe)
-    judge.check(num_samples, "--num-samples")
-    for other in others:
-        if (other.classes, other.shape) != (loaded.classes, loaded.shape):
-            raise UserError(
-                f"--compare {other.source.path}: its classes or its samples' shape are not those of {model}"
-            )
-    settings: dict[str, Any] = {
-        "num_samples": num_samples,
-        "seeds": tuple(range(seeds)),
-        "batch": batch,
-        "recipe": recipe,
-    }
-    rows = [evaluate_real(judge, train, num_samples)]
-    rows += [measure(other, judge, None, **settings) for other in others]
-    rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
-    if long is not None:
-        judged = [*others, *[loaded] * (len(rows) - 1 - len(others))]
-        for place_of, one in enumerate(judged, 1):
-            if one.role.causal is not None and (one is not loaded or place_of == len(judged)):
-                pixels, labels = long_clips(one, num_samples, long, recipe)
-                rows[place_of] = rows[place_of].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
+        refuse_length(long, loaded.role.causal, loaded.shape[0])
+    with telling():
+        judge, train = open_judge(loaded, recipe, num_samples)
+        for other in others:
+            if (other.classes, other.shape) != (loaded.classes, loaded.shape):
+                raise UserError(
+                    f"--compare {other.source.path}: its classes or its samples' shape are not those of {model}"
+                )
+        settings: dict[str, Any] = {
+            "num_samples": num_samples,
+            "seeds": tuple(range(seeds)),
+            "batch": batch,
+            "recipe": recipe,
+        }
+        rows = [evaluate_real(judge, train, num_samples)]
+        rows += [measure(other, judge, None, **settings) for other in others]
+        rows += [measure(loaded, judge, count, stops=per_stop, **settings) for count in steps or [None]]
+        if long is not None:
+            judged = [*others, *[loaded] * (len(rows) - 1 - len(others))]
+            for place_of, one in enumerate(judged, 1):
+                if one.role.causal is not None and (one is not loaded or place_of == len(judged)):
+                    pixels, labels = long_clips(one, num_samples, long, recipe)
+                    rows[place_of] = rows[place_of].model_copy(update={"drift": tuple(drift(pixels, labels, judge))})
     show(evaluation_table(rows))
     for row in rows:
         show_stops(row)
@@ -104,3 +106,17 @@ def evaluate(
         if others:
             write_comparison(model / "samples" / "compare.png", others[0], loaded, recipe)
         say(f"Wrote {write_report(model)}")
+
+
+def refuse_length(long: int, causal: CausalSection, window: int) -> None:
+    """Raises UserError, with the nearest lengths that will do, unless ``long`` frames are whole blocks and hold a
+    window."""
+    block = causal.block_from(long)
+    if causal.start(block) == long >= window:
+        return
+    first = causal.block_from(window)
+    nearest = max(block - 1, first)
+    raise UserError(
+        f"--long {long}: write {causal.start(nearest)} or {causal.start(nearest + 1)}, or another length that is whole "
+        f"blocks of {causal.block_frames} frames and not below the {window} of the data"
+    )

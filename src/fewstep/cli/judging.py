@@ -18,16 +18,17 @@ from fewstep.data.sources import DataSection, open_dataset
 from fewstep.errors import UserError
 from fewstep.evaluate.api import PixelValues
 from fewstep.evaluate.evaluation import Evaluation, evaluate
-from fewstep.evaluate.extractor import ExtractorSection, build_extractor
+from fewstep.evaluate.extractor import ExtractorSection, build_extractor, fewest_items
 from fewstep.evaluate.judge import Judge
 from fewstep.evaluate.sample import balanced_labels, generate
 from fewstep.shapes import Latents
 
 
-def open_judge(loaded: LoadedModel, recipe: str | None) -> tuple[Judge, Dataset]:
-    """The judge of the model's data, and the split that its training saw.
+def open_judge(loaded: LoadedModel, recipe: str | None, num_samples: int | None = None) -> tuple[Judge, Dataset]:
+    """The judge of the model's data, and the split that its training saw. num_samples: how many will be judged.
 
-    Raises UserError where the model does not name its data, or the data have other classes.
+    Raises UserError where the model does not name its data, the data have other classes, or there are too few samples
+    or items; nothing is trained before that.
     """
     plugins: tuple[str, ...] = ()
     if recipe is not None:
@@ -50,8 +51,28 @@ def open_judge(loaded: LoadedModel, recipe: str | None) -> tuple[Judge, Dataset]
             f"{loaded.source.path} makes {len(loaded.classes)} classes of shape {loaded.shape}, the data have "
             f"{len(train.classes)} of shape {train.shape}; name a recipe of its own data by --recipe"
         )
+    refuse_few(section, plugins, data, len(train), len(test), num_samples)
     network = build_extractor(section, train, loaded.device, plugins)
     return Judge(network, test, section.cache_folder, loaded.device), train
+
+
+def refuse_few(
+    section: ExtractorSection, plugins: Sequence[str], data: Any, num_train: int, num_test: int, num_samples: int | None
+) -> None:
+    """Raises UserError for too few samples or items. Where no split is kept from training, one half of the data is
+    compared with the other, to say what real data reach."""
+    fewest = fewest_items(section, plugins)
+    if num_samples is not None and num_samples < fewest:
+        raise UserError(
+            f"--num-samples = {num_samples}: the Frechet distance on {fewest - 1} features needs more samples than "
+            f"that; write {fewest} or more (some thousands for a figure to trust)"
+        )
+    halved = getattr(data, "test_path", "") is None
+    for num, needed in ((num_test, 2 * fewest if halved else fewest), (num_train, fewest)):
+        if num < needed:
+            more = ", or a recipe with data.test_path, by --recipe" if halved else ""
+            place = getattr(data, "path", None) or data.name
+            raise UserError(f"{place}: {num} items are too few to judge samples by; {needed} or more are needed{more}")
 
 
 def measure(

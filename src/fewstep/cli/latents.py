@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fewstep.checkpoint.tensor_file import read_tensors
-from fewstep.cli.console import say
+from fewstep.cli.console import say, time_of
 from fewstep.cli.model import LoadedModel
 from fewstep.cli.shipped import find_recipe
 from fewstep.config import load_recipe
@@ -22,6 +22,7 @@ from fewstep.data.sources import DataSection
 from fewstep.errors import UserError
 from fewstep.evaluate.cache import written_whole
 from fewstep.evaluate.sample import generate
+from fewstep.observe.loops import telling
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.sampler import Sampler
 from fewstep.shapes import Latents
@@ -61,7 +62,8 @@ def write_latents(
     place = _place(out, f"{stem}.safetensors")
     conditioner: Any = loaded.conditioner.of(told.negative)
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": told.given}
-    made = generate(loaded.role, sampler, conditioner, told.text, seed, **settings)
+    with telling():
+        made = generate(loaded.role, sampler, conditioner, told.text, seed, **settings)
     metadata = {"format": "pt"} | ({"prompts": json.dumps(told.prompts)} if told.prompts else {})
     with written_whole(place) as part:
         latents = loaded.codec.decode(made.x0).float().contiguous()
@@ -69,7 +71,7 @@ def write_latents(
     say(
         f"{len(told.text)} samples of {loaded.source.path} (iteration {loaded.source.iteration}, {loaded.weights} "
         f"weights): {len(sampler.sigmas)} steps ({sampler.solver}), guidance {sampler.guidance_scale:g}, "
-        f"{1000 * sum(made.batch_s) / len(told.text):.3g} ms a sample on {loaded.device.type}"
+        f"{time_of(1000 * sum(made.batch_s) / len(told.text))} a sample on {loaded.device.type}"
     )
     say(f"Wrote {place}: latents {list(latents.shape)}, as the VAE takes them")
 

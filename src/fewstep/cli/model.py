@@ -17,6 +17,7 @@ from fewstep.models.codec import Codec, CodecSection, build_codec
 from fewstep.models.families import ModelSection, build
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.rollout.sampler import Sampler, sampler_of
+from fewstep.shipped import how_to_get, recipe_of_run
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def load_model(path: Path, *, raw: bool = False, device: str = "auto", texts: bo
     Raises UserError where it does not say how it is sampled, or, unless ``texts``, is not told by class labels what to
     sample.
     """
+    if not path.expanduser().exists() and (recipe := recipe_of_run(path.name)):
+        raise UserError(f"{path} is not there; {how_to_get(recipe)}")
     source = open_source(path)
     if source.sampling is None or source.codec is None or source.latent_shape is None:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,8 +18,8 @@ from fewstep.cli.model import LoadedModel
 from fewstep.data.api import Labels
 from fewstep.errors import UserError
 from fewstep.evaluate.api import PixelValues
-from fewstep.evaluate.clip import mp4_writer, save_clip_grid, save_gif, save_mp4
-from fewstep.evaluate.picture import class_rows, draw_frames, save_film, save_grid, save_pictures, to_uint8
+from fewstep.evaluate.clip import enlarged, mp4_writer, save_clip_grid, save_gif, save_mp4
+from fewstep.evaluate.picture import class_rows, save_film, save_grid, save_pictures
 from fewstep.evaluate.sample import generate
 from fewstep.rollout.few_step import SamplingSection
 
@@ -45,8 +46,13 @@ def class_number(name: str, classes: tuple[str, ...], text: str) -> int:
         return known[name.lower()]
     if name.isdecimal() and int(name) < len(classes):
         return int(name)
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean '{classes[known[close[0]]]}'?" if close else f"the classes are {', '.join(classes)}"
+    close = [known[one] for one in difflib.get_close_matches(name.lower(), known, n=1)]
+    begun = [index for one, index in known.items() if name and re.match(rf"{re.escape(name.lower())}\b", one)]
+    meant, every = (
+        joint.join(f"'{classes[index]}'" for index in found)
+        for joint, found in ((" or ", begun or close), (", ", known.values()))
+    )
+    hint = f"did you mean {meant}?" if meant else f"the classes are {every}"
     raise UserError(
         f"--label {text or repr(text)}: the model has no such class; {hint} (or a number from 0 to {len(classes) - 1})"
     )
@@ -131,8 +137,8 @@ def clip_writer(path: Path, fps: float) -> Iterator[Callable[[Float[Tensor, "f c
         with mp4_writer(path, fps) as write:
 
             def write_block(pixels: Float[Tensor, "f c h w"]) -> None:
-                for frame in to_uint8(pixels[None])[0]:
-                    write(draw_frames(frame[None]))
+                for picture in enlarged(pixels):
+                    write(picture)
 
             yield write_block
         return

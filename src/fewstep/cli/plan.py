@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import shlex
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from fewstep.cli.config import RECIPE_HELP, recipe_path
 from fewstep.cli.console import out, say, show, table
 from fewstep.cli.shipped import run_recipe
 from fewstep.errors import UserError
+
+if TYPE_CHECKING:
+    from fewstep.costs.layouts import Layout
 
 SHOWN = 12
 """Layouts in the table."""
@@ -41,7 +45,7 @@ def plan(
     """
     from fewstep.config import load_recipe
     from fewstep.costs.estimate import Planner
-    from fewstep.costs.layouts import ranked
+    from fewstep.costs.layouts import EXTRA, ranked
     from fewstep.costs.sizes import sizes_of
     from fewstep.costs.told import as_plain, best_rows, layout_rows, phase_rows
     from fewstep.devices import kind_of
@@ -67,7 +71,7 @@ def plan(
     )
     best = found[0]
     layouts = table(
-        "Layouts, the fastest that fit first",
+        f"Layouts, the fastest that fit first (each thing beside the plain one counts as {EXTRA - 1:.0%} slower)",
         "layout",
         "GiB a GPU",
         "",
@@ -92,7 +96,19 @@ def plan(
         phases.add_row(*row)
     show(phases)
     out.print()
-    say(f"Write: {' '.join(best.layout.overrides(loaded)) or 'nothing, the recipe as it is'}{best.layout.start()}")
+    words = [recipe, *map(shlex.quote, overrides or []), *best.layout.overrides(loaded)]
+    where = "On every machine" if gpus > host_gpus and best.layout.engine == "process" else "Start it"
+    say(f"{where}: {launcher(best.layout, host_gpus)}fewstep train {' '.join(words)}")
+
+
+def launcher(layout: Layout, host_gpus: int) -> str:
+    """What stands before the command that trains in this layout; Ray starts its workers itself."""
+    if layout.engine != "process" or layout.gpus == 1:
+        return ""
+    if layout.gpus <= host_gpus:
+        return f"torchrun --nproc-per-node {layout.gpus} -m "
+    hosts = f"--nnodes {-(-layout.gpus // host_gpus)} --nproc-per-node {host_gpus}"
+    return f"torchrun {hosts} --rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500 -m -- "
 
 
 def _shape(text: str | None) -> tuple[int, int, int, int] | None:

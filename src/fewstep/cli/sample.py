@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import say
+from fewstep.cli.console import listed, say, time_of
 from fewstep.cli.export import MODEL_HELP
 from fewstep.errors import UserError
 
@@ -76,6 +76,7 @@ def sample(
     from fewstep.cli.model import load_model
     from fewstep.cli.pictures import changes, choose_labels, places, write_pictures
     from fewstep.evaluate.sample import departures, generate
+    from fewstep.observe.loops import telling
 
     loaded = load_model(model, raw=raw, device=device, texts=True)
     if raw and loaded.source.holds == ("raw",):
@@ -110,7 +111,8 @@ def sample(
     named = [loaded.classes[index] for index in dict.fromkeys(chosen.tolist())] if label else []
     given = given_frames(loaded, chosen.tolist(), recipe) if sampling.given_frames else None
     settings: dict[str, Any] = {"batch": batch, "device": loaded.device, "given": given}
-    made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
+    with telling():
+        made = generate(loaded.role, sampler, loaded.conditioner, chosen, seed, **settings)
     pixels = loaded.codec.decode(made.x0)
     place = "-".join([stem, *changes(named, **changed), *longer])
     grids, folder = places(out, place, clips=pixels.shape[1] > 1)
@@ -119,8 +121,8 @@ def sample(
     speed = 1000 * sum(made.batch_s) / len(chosen)
     say(
         f"{len(chosen)} samples of {model} (iteration {loaded.source.iteration}, {loaded.weights} weights): {solver}, "
-        f"{made.network_calls:g} network calls and {speed:.3g} ms a sample on {loaded.device.type}"
+        f"{made.network_calls:g} network calls and {time_of(speed)} a sample on {loaded.device.type}"
     )
     pictures = paths[: len(paths) - len(chosen)] if single_files else paths
-    single = f" and {len(chosen)} single files in {folder}" if single_files else ""
-    say(f"Wrote {' and '.join(map(str, pictures))}{single}")
+    single = [f"{len(chosen)} single files in {folder}"] if single_files else []
+    say(f"Wrote {listed([*pictures, *single])}")

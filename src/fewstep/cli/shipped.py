@@ -1,4 +1,4 @@
-"""The recipes that come with fewstep, by name (``wan_nano/sft``)."""
+"""The recipe that a user means, by path or by name (``wan_nano/sft``)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fewstep
 from fewstep.errors import UserError
+from fewstep.shipped import recipe_of_run, recipes_folder, shipped_recipes
+
+__all__ = ["find_recipe", "recipes_folder", "run_recipe", "shipped_recipes"]
 
 if TYPE_CHECKING:
     from fewstep.config import Recipe
-
-
-def recipes_folder() -> Path:
-    """``recipes/`` inside the installed package or, in a checkout, at its root."""
-    package = Path(fewstep.__file__).parent
-    installed = package / "recipes"
-    folder = installed if installed.is_dir() else package.parents[1] / "recipes"
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """Every recipe by name, in the order of the names."""
-    folder = recipes_folder()
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.glob("**/*.yaml"))}
 
 
 def find_recipe(name: str) -> Path:
@@ -45,7 +33,5 @@ def run_recipe(run: str) -> Recipe | None:
     """The shipped recipe whose run has this name; None if no recipe makes it."""
     from fewstep.config import load_recipe
 
-    for path in shipped_recipes().values():
-        if f"\nname: {run}\n" in path.read_text():
-            return load_recipe(path)
-    return None
+    name = recipe_of_run(run)
+    return None if name is None else load_recipe(shipped_recipes()[name])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fewstep.cli.console import say
+from fewstep.cli.console import say, time_of
 from fewstep.cli.export import MODEL_HELP
 from fewstep.errors import UserError, UserErrors
 
@@ -62,7 +62,11 @@ def stream(
 
     loaded = load_model(model, raw=raw, device=device)
     if loaded.role.causal is None:
-        raise UserError(f"{model} makes whole clips and cannot be streamed; `fewstep sample {model}` samples it")
+        small = f"; make it causal: fewstep train wan_nano_video/teacher_forcing student.init={model}"
+        raise UserError(
+            f"{model} makes whole clips and cannot be streamed{small if loaded.shape[0] > 1 else ''}; or sample it: "
+            f"fewstep sample {model}"
+        )
     role: Any = loaded.role
     changed = [f"frames{frames}", *([fit("-".join(["label", *label]))] if label else [])]
     changed += [*([f"steps{steps}"] if steps else []), *(["raw"] if raw else []), *(["recache"] if recache else [])]
@@ -106,10 +110,11 @@ def stream(
             if stop.asked:
                 break
     first, num_given = 1000 * (made.first_frame_s or 0.0), 0 if given is None else given.shape[1]
+    begun = f", the first {num_given if num_given > 1 else ''}".rstrip() + " of them given" if num_given else ""
     say(
         f"{num_given + made.num_frames} frames of {model} ({loaded.weights} weights)"
-        f"{f', the first {num_given} of them given' if num_given else ''}: {len(sampling.resolved())} steps a block of "
-        f"{causal.block_frames}; first frame after {first:.3g} ms, then {made.frames_per_s:.3g} frames per second on "
+        f"{begun}: {len(sampling.resolved())} steps a block of "
+        f"{causal.block_frames}; first frame after {time_of(first)}, then {made.frames_per_s:.3g} frames per second on "
         f"{place.type}"
     )
     say(f"Wrote {path}")

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from fewstep.config.problems import Problem
+from fewstep.errors import UserError
+from fewstep.rollout.clip import given_blocks
 from fewstep.rollout.few_step import FewStep
 
 OPTIONAL_ROLES = ("teacher", "critic", "discriminator")
+MOST_WARM_UP = 1_000_000
+"""Iterations up to which the first one is looked for that trains the student."""
 
 
 def broken_rules(recipe: Any, method_class: Any) -> list[Problem]:
@@ -21,6 +25,7 @@ def broken_rules(recipe: Any, method_class: Any) -> list[Problem]:
         *_guidance(recipe, method),
         *_warm_up(recipe, method),
         *_given(recipe),
+        *_blocks(recipe),
         *_streams(recipe, method),
         *_latents(recipe),
     ]
@@ -92,11 +97,15 @@ def _guidance(recipe: Any, method: Any) -> Iterator[Problem]:
 
 
 def _warm_up(recipe: Any, method: Any) -> Iterator[Problem]:
-    last = recipe.iterations - 1
-    if all("student" not in phase.trains for phase in method.phases(last)):
+    def trains(iteration: int) -> bool:
+        return any("student" in phase.trains for phase in method.phases(iteration))
+
+    if not trains(recipe.iterations - 1):
+        fewest = next((n + 1 for n in range(recipe.iterations, MOST_WARM_UP) if trains(n)), None)
+        more = f"{fewest} or more" if fewest else "more"
         yield Problem(
             ("iterations",),
-            "no iteration trains the student, all are warm-up; write more iterations or a lower "
+            f"no iteration trains the student, all are warm-up; write {more} iterations, or a lower "
             "method.critic_warmup_updates",
             (("method", "critic_warmup_updates"),),
         )
@@ -112,6 +121,23 @@ def _given(recipe: Any) -> Iterator[Problem]:
             "number",
             (("sampling", "given_frames"),),
         )
+
+
+def _blocks(recipe: Any) -> Iterator[Problem]:
+    """Clips are whole blocks, and so are the frames that are given; where the recipe itself says both."""
+    causal, frames = recipe.student.causal, getattr(recipe.data, "frames", None)
+    if causal is None:
+        return
+    where = (("student", "causal"),)
+    if frames is not None:
+        try:
+            causal.partition(frames)
+        except UserError as error:
+            yield Problem(("data", "frames"), str(error), where)
+    try:
+        given_blocks(causal, recipe.sampling.given_frames)
+    except UserError as error:
+        yield Problem(("sampling", "given_frames"), str(error), where)
 
 
 def _streams(recipe: Any, method: Any) -> Iterator[Problem]:

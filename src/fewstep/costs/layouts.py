@@ -72,11 +72,6 @@ class Layout:
         ray = 2 * (self.engine != "process")
         return ray + (self.sequence > 1) + self.offload + self.recompute + self.overlap + (self.replicas > 1)
 
-    def start(self) -> str:
-        """How it is started."""
-        several = self.engine == "process" and self.gpus > 1
-        return f", and start {self.gpus} processes by torchrun" if several else ""
-
 
 def layouts(planner: Planner, gpus: int) -> Iterator[Layout]:
     """All that are worth a look, from the plainest on."""

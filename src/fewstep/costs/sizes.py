@@ -99,7 +99,7 @@ class Guess:
             )
         if size not in SIZES:
             raise UserError(f"--size {size}: the sizes are {', '.join(SIZES)}; write one of them")
-        self.guessed.append(f"{role}: {init} is not there; taken is the size {size}, told by texts")
+        self.guessed.append(f"{role}: {init} is not there; planned is a network of size {size} that reads texts")
         return ModelSection(size=size, conditioner=EmbeddingSection())  # type: ignore[arg-type]
 
 

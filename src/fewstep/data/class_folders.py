@@ -111,7 +111,7 @@ class ClassFolders:
         files = f"{num_files} {self._kind.name}s in '{self._folder}'"
         message = f"{self._place}: {len(broken)} of the {files} cannot be used:\n  " + "\n  ".join(named + rest)
         if on_broken == "refuse":
-            raise UserError(f"{message}\nMend or remove them, or set data.on_broken: skip to leave them out.")
+            raise UserError(f"{message}\nMend or remove them, or write data.on_broken=skip to leave them out.")
         warnings.warn(f"{message}\nThey are left out.", stacklevel=4)
 
     def _check_classes(self) -> None:

@@ -120,7 +120,7 @@ def find_folder(section: FashionMnistSection) -> Path:
         "data: Fashion-MNIST is not on this machine; there are three ways to get it: "
         "set data.path to a folder with its four idx files; "
         "install the Debian or Ubuntu package (apt install dataset-fashion-mnist); "
-        "or set data.download: true to fetch 30 MB from the authors"
+        "or write data.download=true to fetch 30 MB from the authors"
     )
 
 

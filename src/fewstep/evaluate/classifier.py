@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fewstep.errors import UserError
 from fewstep.evaluate.api import Features, LabelledClips, Logits, PixelValues
 from fewstep.rng import generator
+from fewstep.watched import watched
 
 NUM_FEATURES = 64
 BATCH, CLIP_BATCH = 128, 32
@@ -138,7 +139,7 @@ def train_classifier(
         optimizer, PEAK_LR, total_steps=updates + 1, pct_start=0.15, cycle_momentum=False
     )
     with torch.enable_grad(), exact_convolutions():
-        for ids in _batches(len(dataset), updates, network.batch, seed):
+        for ids in watched("training the judge", _batches(len(dataset), updates, network.batch, seed)):
             items = dataset.items(ids)
             logits = network(as_values(items.pixels.to(device)))
             loss = nn.functional.cross_entropy(logits, items.label.to(device))

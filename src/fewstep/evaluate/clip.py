@@ -42,7 +42,7 @@ def save_gif(path: Path, pixels: Clip, fps: float = FPS) -> None:
     above 50, and where one picture stands still for longer than that; ValueError for pixels that are neither grey nor
     RGB.
     """
-    _write_gif(path, _pictures(pixels), fps)
+    _write_gif(path, enlarged(pixels), fps)
 
 
 def save_mp4(path: Path, pixels: Clip, fps: float = FPS) -> None:
@@ -52,7 +52,7 @@ def save_mp4(path: Path, pixels: Clip, fps: float = FPS) -> None:
     neither grey nor RGB.
     """
     with mp4_writer(path, fps) as write:
-        for picture in _pictures(pixels):
+        for picture in enlarged(pixels):
             write(picture)
 
 
@@ -117,7 +117,8 @@ def mp4_writer(path: Path, fps: float = FPS) -> Iterator[Callable[[Image.Image],
         container.mux(stream.encode(None))
 
 
-def _pictures(pixels: Clip) -> Iterator[Image.Image]:
+def enlarged(pixels: Clip) -> Iterator[Image.Image]:
+    """The pictures of a clip as GIF and mp4 show them."""
     return (draw_frames(frame[None], _SMALLEST) for frame in to_uint8(pixels[None])[0])
 
 

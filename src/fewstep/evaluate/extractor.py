@@ -155,6 +155,17 @@ def build_extractor(
 
     plugins: modules whose ``EXTRACTORS`` are known too, where they have any. Raises UserError for an unknown name.
     """
+    return _kind(section, plugins).build(section, dataset, device)
+
+
+def fewest_items(section: ExtractorSection, plugins: Sequence[str] = ()) -> int:
+    """How many samples, and how many real items, the extractor needs to tell a distance: one more than its features;
+    1 where its class does not say how many these are. Raises UserError for an unknown name."""
+    num_features = getattr(_kind(section, plugins), "num_features", 0)
+    return 1 + num_features if isinstance(num_features, int) else 1
+
+
+def _kind(section: ExtractorSection, plugins: Sequence[str]) -> Any:
     known = {extractor.name: extractor for extractor in EXTRACTORS}
     for plugin in plugins:
         known |= {extractor.name: extractor for extractor in getattr(importlib.import_module(plugin), "EXTRACTORS", ())}
@@ -162,7 +173,7 @@ def build_extractor(
         close = difflib.get_close_matches(section.name, known, 1)
         hint = f"write {close[0]}" if close else f"write one of {', '.join(known)}, or name its module under 'plugins'"
         raise UserError(f"extractor.name = {section.name}: there is no such extractor; {hint}")
-    return known[section.name].build(section, dataset, device)
+    return known[section.name]
 
 
 def save_classifier(network: Classifier, path: Path) -> None:

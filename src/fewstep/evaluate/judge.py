@@ -21,6 +21,7 @@ from fewstep.evaluate.picture import to_uint8
 from fewstep.evaluate.quality import Gaussian, frechet_distance, neighbourhood
 from fewstep.evaluate.windows import as_windows
 from fewstep.rng import permutation
+from fewstep.watched import watched
 
 _BATCH = 500
 
@@ -187,7 +188,8 @@ def reference_features(
 
 def features_of(extractor: Extractor, pixels: Tensor, device: torch.device | str) -> Features:
     """Of pixels 0 to 255, in batches."""
-    return torch.cat([extractor.features(as_values(chunk.to(device))) for chunk in pixels.split(_BATCH)])
+    chunks = watched("looking at samples", pixels.split(_BATCH))
+    return torch.cat([extractor.features(as_values(chunk.to(device))) for chunk in chunks])
 
 
 def chosen_ids(num: int, most: int) -> Int64[Tensor, "n"]:

@@ -19,6 +19,7 @@ from fewstep.records import Rollout
 from fewstep.rng import Draw
 from fewstep.rollout.few_step import SamplingSection
 from fewstep.shapes import Latents
+from fewstep.watched import watched
 
 
 @runtime_checkable
@@ -85,7 +86,7 @@ def generate(
     counted, made, batch_s = Counted(model), [], []
     key = torch.arange(first_key, first_key + len(labels), device=device)
     with torch.no_grad(), evaluation_mode(model):
-        for rows in torch.arange(len(labels)).split(batch):
+        for rows in watched(f"sampling {len(labels):,}, {batch} at a time", torch.arange(len(labels)).split(batch)):
             draw = Draw(seed, "sample", 0, key[rows])
             cond = conditioner.condition(labels[rows].to(device))
             uncond = None if sampler.guidance_scale == 1.0 else conditioner.null(len(rows), device)

@@ -86,9 +86,10 @@ class Observer:
 
     def validation(self, iteration: int, values: Mapping[str, float | int]) -> None:
         """The results of one validation, and a new report unless that would take more than 5 % of the time."""
-        distances = [f"{name.rpartition('.')[2]} {number(v)}" for name, v in values.items() if "/frechet." in name]
+        distances = {name.rpartition(".steps")[2]: number(v) for name, v in values.items() if "/frechet." in name}
         if distances:
-            self.progress.note(f"validation at {iteration}: Frechet distance at {', '.join(distances)}")
+            told = [f"{value} at {steps} step{'s' * (steps != '1')}" for steps, value in distances.items()]
+            self.progress.note(f"validation at {iteration}: Frechet distance {', '.join(told)}")
         self._write(
             Row("validation", iteration, self.clock.elapsed_s, {name: float(value) for name, value in values.items()})
         )
