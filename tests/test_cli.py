@@ -23,7 +23,7 @@ import fewstep
 from fewstep.checkpoint.source import open_source
 from fewstep.cli import app
 from fewstep.cli.console import Commands
-from fewstep.cli.doctor import EXTRAS, NOT_NEEDED_YET, Finding, memory, packages, recipes, verdict
+from fewstep.cli.doctor import EXTRAS, Finding, memory, packages, recipes, verdict
 from fewstep.cli.pictures import changes
 from fewstep.cli.reference import pages
 from fewstep.cli.shipped import find_recipe, recipes_folder, shipped_recipes
@@ -281,16 +281,12 @@ def test_a_missing_model_that_comes_along_is_named(tmp_path, monkeypatch):
     assert f"write {recipes_folder()}/wan_nano/teacher, or train it" in call("sample", "runs/nano-teacher", code=2)
 
 
-def test_doctor_counts_no_extra_that_nothing_uses_and_installs_from_the_checkout(monkeypatch):
+def test_doctor_names_missing_extras_and_installs_from_the_checkout(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = {finding.topic: finding for finding in packages()}
-    for extra in NOT_NEEDED_YET:
-        assert found[f"extra {extra}"].state == "later"
-        assert "not needed yet" in found[f"extra {extra}"].detail
-    assert found["extra hf"].state == "missing"
-    assert found["extra hf"].remedy == "pip install -c constraints.txt -e '.[hf]'"
-    assert (found["extra video"].state, found["extra ray"].state) == ("missing", "later")
-    assert found["extra video"].remedy == "pip install -c constraints.txt -e '.[video]'"
+    for extra in EXTRAS:
+        assert found[f"extra {extra}"].state == "missing"
+        assert found[f"extra {extra}"].remedy == f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def test_doctor_says_that_a_compiled_recipe_needs_a_gpu(tmp_path, monkeypatch):

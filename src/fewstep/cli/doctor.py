@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 EXTRAS = {
     "hf": (("diffusers", "transformers"), "published models, diffusers pipelines"),
     "wandb": (("wandb",), "tracking by Weights & Biases"),
-    "ray": (("ray",), "several groups of GPUs"),
+    "ray": (("ray",), "trainer groups (engine.name: ray)"),
     "video": (("av",), "folders of videos, mp4 files of clips and streams"),
 }
 """Optional extras: their packages, and what they are for."""
-NOT_NEEDED_YET = ("ray",)
-"""Extras that nothing in this version uses."""
 STYLES = {"ok": "green", "later": "dim", "gpu": "dim", "missing": "yellow", "fault": "bold red"}
 CORE_FLOPS = 1e10
 """Floating-point operations that a core does in a second of training small networks, about."""
@@ -42,7 +40,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. state: ``ok``, ``later`` (nothing uses it yet, or something comes first), ``gpu``
+    """One thing that was looked at. state: ``ok``, ``later`` (something comes first), ``gpu``
     (for a machine with one), ``missing`` (something cannot be done), ``fault`` (nothing can)."""
 
     topic: str
@@ -152,9 +150,7 @@ def packages() -> Iterator[Finding]:
     """The optional extras."""
     for extra, (names, purpose) in EXTRAS.items():
         absent = [name for name in names if importlib.util.find_spec(name) is None]
-        if absent and extra in NOT_NEEDED_YET:
-            yield Finding(f"extra {extra}", "later", f"not needed yet ({purpose})")
-        elif absent:
+        if absent:
             remedy = install_command(extra)
             yield Finding(f"extra {extra}", "missing", f"{', '.join(absent)} not installed ({purpose})", remedy)
         else:
