@@ -52,7 +52,7 @@ demo-video: $(VIDEO)  ## a video teacher, made causal, distilled to 4 steps, and
 	@$(BIN)/fewstep demo-video
 
 test: $(DEV)  ## the whole suite, or TESTS=tests/flow
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(TESTS)
 
 check: $(DEV)  ## style, types, layers, spelling, recipes
 	$(BIN)/ruff check .

@@ -33,8 +33,6 @@ from fewstep.methods import METHODS
 from fewstep.models.families import build
 from fewstep.models.wan.sizes import WanSection
 
-pytestmark = pytest.mark.xdist_group("cli")
-
 WHOLE_RUNS = True
 
 demo = import_module("fewstep.cli.demo")  # the package has a command of that name

@@ -21,8 +21,6 @@ from fewstep.rollout.stream import Stream
 from tests.recipes.tiny_runs import World
 from tests.test_cli import call, start
 
-pytestmark = pytest.mark.xdist_group("cli_video")
-
 WHOLE_RUNS = True
 
 demo_video = import_module("fewstep.cli.demo_video")  # the package has a command of that name

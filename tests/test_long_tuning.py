@@ -17,8 +17,6 @@ from tests.recipes.tiny_runs import World, tensors, values
 from tests.test_cli import call
 from tests.test_train import assert_same_bits
 
-pytestmark = pytest.mark.xdist_group("long_tuning")
-
 WHOLE_RUNS = True
 
 SFT, LONG, IMAGES = "wan_nano_video/sft", "wan_nano_video/long_tuning", "wan_nano/sft"

@@ -20,8 +20,6 @@ from fewstep.prepare import prepare
 from fewstep.rollout.rolling import Rolling
 from tests.recipes.tiny_runs import MODEL, write_clothes
 
-pytestmark = pytest.mark.xdist_group("causal_chain")
-
 WHOLE_RUNS = True
 
 FRAMES = 6

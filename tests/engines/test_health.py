@@ -14,8 +14,6 @@ from fewstep.engines.links import Links, network_gb_s
 from fewstep.errors import UserError
 from tests.engines.test_ranks import started
 
-pytestmark = pytest.mark.xdist_group("health")
-
 LINKS = Links(12.0, 0.001, None, "")
 
 

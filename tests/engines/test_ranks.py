@@ -24,7 +24,7 @@ from tests.engines.rank_worker import ITERATIONS, KEEP, METHODS, OFFLOADED, made
 from tests.engines.worlds import copied
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.usefixtures("unchecked_shapes"), pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
 def started(module: str, arguments: Sequence[str], world: int = 2, **environment: str) -> list[subprocess.Popen[str]]:

@@ -23,7 +23,7 @@ from tests.engines.ray_share import CASES, begin, made
 from tests.engines.worlds import copied
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.usefixtures("unchecked_shapes"), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 ITERATIONS, CPU = 3, torch.device("cpu")
 KEEP = CheckpointSection(every=1, keep_last=9)

@@ -24,8 +24,6 @@ from tests.faults.launchers import DMD2 as WATCHED
 from tests.faults.sessions import assert_each_item_once, noted
 from tests.recipes.tiny_runs import World, tensors, values
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 pytest.importorskip("ray")
 WHOLE_RUNS = True
 PROCESS = re.compile(r"process (\d+) on")

@@ -18,7 +18,7 @@ from tests.recipes.tiny_runs import World
 
 METHODS = ("sft", "dmd2_fresh_gan", "sid_gan_on_teacher", "teacher_forcing", "consistency", "self_forcing", "streams")
 HEADS = 6
-pytestmark = [pytest.mark.usefixtures("unchecked_shapes"), pytest.mark.xdist_group("sequence")]
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def test_four_ranks_two_for_each_row_equal_one_process(tmp_path: Path):
         assert_equals_one_process(ended, method, HEADS, 4)
 
 
+@pytest.mark.thorough
 def test_two_groups_of_two_ranks_that_each_hold_all_weights_equal_one_process(tmp_path: Path):
     """``engine.replicas``: gathered and reduced inside a group, reduced once more between the groups."""
     ended = ended_workers(tmp_path, ["sft", "self_forcing", "--replicas", "2"], 4)

@@ -20,8 +20,6 @@ from fewstep.evaluate.judge import Judge
 from fewstep.evaluate.windows import as_windows, window_starts
 from tests.evaluate.small import Moving, Stripes, section, shapes
 
-pytestmark = pytest.mark.xdist_group("drift")
-
 TRAIN, TEST = Moving(400, seed=0), Moving(160, seed=1)
 LONG = Moving(80, seed=2, frames=24)
 """4 times as long as the clips that the judge knows."""

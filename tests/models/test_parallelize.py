@@ -32,6 +32,7 @@ def test_compiled_blocks_share_one_graph_and_change_neither_names_nor_results(un
     assert len(graphs) == 2, "one graph a shape, whatever the number of blocks"
 
 
+@pytest.mark.thorough
 def test_a_compiled_stream_has_one_graph_from_its_full_window_on_and_equals_the_eager_one(unchecked_shapes):
     """No graph break; masks of teacher forcing and of blocks in parallel too, with every gradient."""
     graphs = []

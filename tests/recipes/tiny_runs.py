@@ -74,6 +74,15 @@ class World:
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / name)
 
+    def trained(self, name: str) -> RunFolder:
+        """The run of a recipe, made when it is first asked for, after those that it starts from: tests that are spread
+        over processes come in any order."""
+        if not self.run(name).recipe.exists():
+            for origin in origins(name).values():
+                self.trained(origin)
+            self.train(name)
+        return self.run(name)
+
     def train(self, name: str, *more: str, iterations: int = 3, into: str = "", resume: bool = False) -> RunFolder:
         """Trains the recipe, as the command line does."""
         place = self.path / (into or name)

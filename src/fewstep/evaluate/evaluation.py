@@ -188,8 +188,12 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
         quality = [_with_spread(entry, metric) for metric in metrics]
         speed = entry.frames_per_s if clips else entry.ms_per_image
         steps, calls = (str(entry.num_steps), f"{entry.network_calls:g}") if entry.num_steps else ("", "")
-        table.add_row(entry.name, steps, calls, *quality, "" if speed is None else f"{speed:.3g}")
+        table.add_row(entry.name, steps, calls, *quality, _round(speed))
     return table
+
+
+def _round(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def device_name(device: torch.device | str) -> str:
