@@ -104,6 +104,10 @@ SEQUENCE = (
            'for what, count in (("heads", shape.heads), ("tokens in a frame", tokens)):',
            'for what, count in (("tokens in a frame", tokens),):',
            ("engines/test_sequence.py::test_what_ranks_cannot_share_is_refused_before_anything_is_loaded",)),
+    Mutant("rollouts-gather-at-every-call", "engines/shards.py",
+           "module.set_reshard_after_forward(False, recurse=False)",
+           "module.set_reshard_after_forward(True, recurse=False)",
+           ("engines/test_shards.py::test_what_a_call_gathers_stays_whole_inside_and_is_parts_again_afterwards",)),
 )
 
 # fmt: on

@@ -79,7 +79,7 @@ RAY = (
             "_is_there",)),
     Mutant("scores-of-samples-that-are-not-there", "engines/ray/schedule.py",
            "if set(step.takes.values()) <= there:",
-           "if set(step.takes.values()) & there:",
+           "if ordered:",
            (f"{PARTS}::test_the_critic_group_runs_ahead_of_the_update_of_the_student_as_far_as_it_has_samples",)),
     Mutant("a-changed-bit-passes", "engines/ray/weights.py",
            "if found != one.digest:",
