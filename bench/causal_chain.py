@@ -56,10 +56,21 @@ def dmd(name: str, student: str, told: str, *overrides: str, steps: int = 4, all
     return Kind(name, told, "self_forcing", starts, overrides, (steps,), all_seeds)
 
 
+def longer(chunks: int, overlap: int) -> tuple[str, ...]:
+    """Rollouts that go on; the critic, which begins as the teacher, catches up with the student for two streams."""
+    return (
+        f"sampling.stream_chunks={chunks}",
+        f"sampling.overlap_frames={overlap}",
+        f"method.critic_warmup_updates={CATCH_UP}",
+    )
+
+
 def fewer(steps: int) -> tuple[str, ...]:
     return (f"sampling.steps={steps}", "sampling.first_block_steps=4")
 
 
+CATCH_UP = 24
+"""Updates of the critic before the first one of a student that is tuned further."""
 FRAME_WISE = ("student.causal.block_frames=1",)
 SINK = ("student.causal.window=12", "student.causal.sink=3")
 """Room for the sink, two blocks that are denoised together, and a finished one before them."""
@@ -81,6 +92,9 @@ MORE = (
     dmd("dmd-rolling", "cd", "the same by rolling forcing", *SINK, "sampling.rolling_blocks=2"),
     dmd("dmd-2step", "cd", "DMD after CD, 4 steps for the first block", *fewer(2), steps=2),
     dmd("dmd-1step", "cd", "DMD after CD, 4 steps for the first block", *fewer(1), steps=1),
+    dmd("dmd-long", "dmd-cd", "DMD after CD, then as long again in streams of 6 chunks", *longer(6, overlap=0)),
+    dmd("dmd-long-overlap", "dmd-cd", "the same, chunks that overlap by 3 frames", *longer(6, overlap=3)),
+    dmd("dmd-more", "dmd-cd", "the same without streams", f"method.critic_warmup_updates={CATCH_UP}"),
     Kind("tf-frame", "TF, frame by frame", "teacher_forcing", {"student": "teacher"}, FRAME_WISE, (20, 4), False),
     Kind("cd-frame", "CD of it", "consistency", {"teacher": "tf-frame"}, FRAME_WISE, (4,), False),
     dmd("dmd-frame", "cd-frame", "DMD after CD, frame by frame", *FRAME_WISE),

@@ -70,9 +70,11 @@ CASES = {
     "shared": on_ray("Ray shared, 2", "shared", all=2),
     "split": on_ray("Ray split 1 + 1", "split", **TWO_GROUPS),
     "overlap": on_ray("Ray split 1 + 1, overlap", "split", **TWO_GROUPS),
+    "rollout": on_ray("Ray shared 1, 1 for rollouts", "shared", all=1, rollout=1),
+    "rollout-overlap": on_ray("Ray shared 1, 1 for rollouts, overlap", "shared", all=1, rollout=1),
     "colocated": on_ray("Ray colocated 2 / 2", "colocated", critic=2, student=2),
 }
-FOLLOWED = {"split": "overlap"}
+FOLLOWED = {"split": "overlap", "rollout": "rollout-overlap"}
 """Cases that are measured by the processes of another one, after it."""
 
 

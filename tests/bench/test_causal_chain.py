@@ -113,6 +113,11 @@ def test_the_variants_differ_in_what_their_names_say(folder: Path):
     assert causal["dmd-rolling"].window == 12
     assert recipes["dmd-rolling"].sampling.rolling_blocks == 2
     Rolling.of(recipes["dmd-rolling"].sampling, (12, 1, 16, 16), causal["dmd-rolling"])
+    chunks = {name: (recipe.sampling.stream_chunks, recipe.sampling.overlap_frames) for name, recipe in recipes.items()}
+    assert {name: found for name, found in chunks.items() if found != (1, 0)} == {
+        "dmd-long": (6, 0),
+        "dmd-long-overlap": (6, 3),
+    }
     for name, steps in (("dmd-2step", 2), ("dmd-1step", 1)):
         assert (recipes[name].sampling.steps, recipes[name].sampling.first_block_steps) == (steps, 4)
     assert (recipes["ode-bi"].method.stop_per, recipes["ode-ar"].method.stop_per) == ("block", "sample")

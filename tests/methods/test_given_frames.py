@@ -26,7 +26,7 @@ SIGMA = Uniform(low=0.3, high=0.7)
 
 def rollout(given: int = GIVEN) -> Rollout:
     return Rollout(
-        torch.arange(ROWS), 1, latents(2), torch.full((ROWS, FRAMES), LADDER[1], dtype=DOUBLE), latents(3), given
+        torch.arange(ROWS), 1, latents(2), torch.full((ROWS, FRAMES), LADDER[1], dtype=DOUBLE), latents(3), given, given
     )
 
 

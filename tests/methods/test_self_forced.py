@@ -68,9 +68,10 @@ def test_the_critic_learns_the_clips_of_a_causal_student_and_nobody_else_does(ki
 
 
 @pytest.mark.parametrize("kind", [DMD2, SiD])
-def test_the_overlap_of_a_later_chunk_is_seen_clean_and_is_out_of_every_loss(kind):
-    """Rollouts that go on: teacher and critic see the last frames of the chunk before as they were made, and the
-    gradient of the student is that of the new frames alone. (The loss of the critic: test_given_frames.)"""
+def test_the_overlap_of_a_later_chunk_is_noised_with_it_and_is_out_of_every_loss(kind):
+    """Rollouts that go on: teacher and critic, which know one noise level a clip, see the last frames of the chunk
+    before at that of the new ones, and the gradient of the student is that of the new frames alone. (The loss of the
+    critic: test_given_frames.)"""
     student, teacher, critic, batch = causal(0, **FORM.model_dump()), network(1).double(), network(2).double(), clips()
     sampling = SamplingSection(steps=3, shift=5.0, stream_chunks=3, overlap_frames=3)
     section = SiDSection if kind is SiD else DMD2Section
@@ -81,11 +82,12 @@ def test_the_overlap_of_a_later_chunk_is_seen_clean_and_is_out_of_every_loss(kin
         before, carry = made.chunk(student, batch, first, None)
         rollout, _ = made.chunk(student, batch, second, carry)
         scores = made.scores(*watched, None, rollout, batch, draw("scores"))
-    assert (before.given, rollout.given) == (0, 3)
+    assert (before.given, rollout.given, rollout.clean) == (0, 3, 0)
+    noise = draw("scores").normal("noise", tuple(rollout.x0.shape[1:]), dtype=DOUBLE)
     for x_t, sigma, _, _ in (asked for model in watched for asked in model.asked):
-        assert torch.equal(x_t[:3, :3], before.x0[:, 2:])
-        assert torch.equal(sigma[:, :3], torch.zeros_like(sigma[:, :3]))
-        assert sigma[:, 3:].min() > 0
+        level = sigma[:3, :1, None, None, None]
+        assert torch.equal(sigma, sigma[:, :1].expand_as(sigma)) and level.min() > 0
+        torch.testing.assert_close(x_t[:3, :3], (1 - level) * before.x0[:, 2:] + level * noise[:, :3])
     assert not scores.gradient[:, :3].any()
     assert scores.gradient[:, 3:].abs().min() > 0
 

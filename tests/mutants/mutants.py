@@ -365,11 +365,16 @@ STREAMS = (
            "(None, 0) if carry is None else (carry.history, 0)",
            ("rollout/test_carry.py::"
             "test_the_update_of_a_later_chunk_is_that_of_blocks_one_by_one_on_a_detached_history",)),
+    Mutant("the-overlap-is-shown-clean-to-the-scores", "rollout/self_forcing.py",
+           "rollout = dataclasses.replace(rollout, clean=0)",
+           "pass",
+           ("methods/test_self_forced.py::"
+            "test_the_overlap_of_a_later_chunk_is_noised_with_it_and_is_out_of_every_loss",)),
     Mutant("a-chunk-is-updated-without-its-past", "methods/dmd2.py",
            "self.rollout_of.again(student, rollout, batch, carry)",
            "self.rollout_of.again(student, rollout, batch, None)",
            ("methods/test_self_forced.py::"
-            "test_the_overlap_of_a_later_chunk_is_seen_clean_and_is_out_of_every_loss",)),
+            "test_the_overlap_of_a_later_chunk_is_noised_with_it_and_is_out_of_every_loss",)),
     Mutant("streams-stand-still-in-the-warm-up", "methods/dmd2.py",
            "if warm_up <= 0 or self.rollout_of.stream_chunks > 1:",
            "if warm_up <= 0:",

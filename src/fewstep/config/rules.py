@@ -141,7 +141,7 @@ def _blocks(recipe: Any) -> Iterator[Problem]:
 
 
 def _streams(recipe: Any, method: Any) -> Iterator[Problem]:
-    """Rollouts go on, or roll, where there are some; and what the scores see clean of the student is in no GAN term."""
+    """Rollouts go on, or roll, where there are some."""
     sampling = recipe.sampling
     for key, what in (("stream_chunks", "go on"), ("rolling_blocks", "roll")):
         if getattr(sampling, key) > 1 and not getattr(method, "streams", False):
@@ -151,13 +151,6 @@ def _streams(recipe: Any, method: Any) -> Iterator[Problem]:
                 "method.name: dmd2 (or sid)",
                 (("method", "name"),),
             )
-    if sampling.overlap_frames and getattr(recipe.method, "gan", None) is not None:
-        yield Problem(
-            ("sampling", "overlap_frames"),
-            "a discriminator would tell these clean frames, which the student made, from those of the data; write 0, "
-            "or leave method.gan out",
-            (("method", "gan"),),
-        )
 
 
 def _latents(recipe: Any) -> Iterator[Problem]:

@@ -12,7 +12,8 @@ The teacher is frozen and may be larger than the others. The critic is the score
 that were given to the student stay clean in x_t: the predictions agree there, and so g is 0.
 
 Rollouts that go on across iterations (LongLive, arXiv:2509.22622): each of the K batches has streams of its own, which
-a chunk of every iteration continues; so the scored batch passes through every chunk.
+a chunk of every iteration continues; so the scored batch passes through every chunk. The frames that a chunk has from
+the one before it are noised with the others, and g is 0 there.
 """
 
 from __future__ import annotations
@@ -125,30 +126,30 @@ class DMD2:
     def critic_losses(
         self, critic: FlowModel, teacher: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
     ) -> dict[str, PerSample]:
-        x0, given = rollout.x0, rollout.given
-        sigma = draw_sigma(self.section.critic_sigma, draw, "sigma", x0, given)
+        x0, clean = rollout.x0, rollout.clean
+        sigma = draw_sigma(self.section.critic_sigma, draw, "sigma", x0, clean)
         noise = draw_noise(draw, "noise", x0)
-        losses = {"critic/loss": flow_matching_loss(critic, x0, noise, sigma, batch.cond, given=given)}
+        losses = {"critic/loss": flow_matching_loss(critic, x0, noise, sigma, batch.cond, given=rollout.given)}
         if self.gan:
             assert batch.x0 is not None
             losses |= self.gan.discriminator_losses(
-                discriminator, self.gan.reads(critic, teacher), batch.x0, x0, batch.cond, draw, given=given
+                discriminator, self.gan.reads(critic, teacher), batch.x0, x0, batch.cond, draw, given=clean
             )
         return losses
 
     def scores(
         self, teacher: FlowModel, critic: FlowModel, discriminator: Any, rollout: Rollout, batch: Batch, draw: Draw
     ) -> Scores:
-        x0, given = rollout.x0, rollout.given
+        x0, clean = rollout.x0, rollout.clean
         gradient, losses = self.matching(x0, self.predictions(teacher, critic, rollout, batch, draw))
         losses |= moments(rollout)
         if self.gan:
             gan, network = self.gan, self.gan.reads(critic, teacher)
             ascent, losses["student/gan"] = input_gradient(
-                lambda fake: gan.student_loss(discriminator, network, fake, batch.cond, draw, given=given), x0
+                lambda fake: gan.student_loss(discriminator, network, fake, batch.cond, draw, given=clean), x0
             )
             gradient = gradient + ascent
-        gradient[:, :given] = 0
+        gradient[:, : rollout.given] = 0
         return Scores(rollout.key, gradient, losses)
 
     def predictions(
@@ -156,7 +157,7 @@ class DMD2:
     ) -> Predictions:
         """At one noise level a sample; the teacher guided, the critic not."""
         section, cond, uncond = self.section, batch.cond, batch.uncond
-        sigma = draw_sigma(section.score_sigma, draw, "sigma", rollout.x0, rollout.given)
+        sigma = draw_sigma(section.score_sigma, draw, "sigma", rollout.x0, rollout.clean)
         noise = draw_noise(draw, "noise", rollout.x0)
 
         def predict(x0: Latents) -> tuple[Latents, Latents]:

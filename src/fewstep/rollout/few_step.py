@@ -62,7 +62,7 @@ class SamplingSection(Section):
     (streaming long tuning). 1 is a clip of its own in every iteration."""
     overlap_frames: int = Field(default=0, ge=0)
     """In training with ``stream_chunks``: last frames of a chunk that the scores of the next one see before its new
-    ones, clean and out of the loss; what is left of a clip is whole blocks."""
+    ones, noised with them and out of the loss; what is left of a clip is whole blocks."""
 
     @model_validator(mode="after")
     def _one_ladder(self) -> SamplingSection:

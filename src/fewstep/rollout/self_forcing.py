@@ -99,8 +99,9 @@ class SelfForcing:
         next one goes on from: None after the last chunk, as before the first.
 
         The iteration says which chunk it is. The first is a clip like any other. A later one is the clean
-        ``overlap_frames`` of the one before, as given frames, and new frames after them, which see the history that is
-        carried; blocks are counted from the beginning of the stream. Raises ValueError if a later chunk has no carry,
+        ``overlap_frames`` of the one before, as given frames that teacher and critic see noised (they know clips whose
+        frames all have one noise level), and new frames after them, which see the history that is carried; blocks are
+        counted from the beginning of the stream. Raises ValueError if a later chunk has no carry,
         or the first one has.
         """
         number = draw.iteration % self.stream_chunks
@@ -110,6 +111,8 @@ class SelfForcing:
                 f"nothing, a later one from a carry, and it got {'none' if carry is None else 'one'}"
             )
         rollout, clip = self._train(student, batch, draw, carry)
+        if carry is not None:
+            rollout = dataclasses.replace(rollout, clean=0)
         if number + 1 == self.stream_chunks:
             return rollout, None
         history, overlap = clip.history(), rollout.x0[:, self.shape[0] - self.overlap_frames :]
@@ -258,6 +261,7 @@ class SelfForcing:
             torch.cat([self.level(0.0, frames, draw.key), sigma], 1),
             torch.cat([*start, x0], 1),
             given=frames,
+            clean=frames,
             history=torch.cat([*start, *seen], 1) if seen else None,
             windows=windows,
         )
