@@ -25,6 +25,7 @@ from fewstep.methods.dmd2 import DMD2, DMD2Section
 from fewstep.methods.gan import GANSection
 from fewstep.methods.sid import SiD, SiDSection
 from fewstep.methods.teacher_forcing import TeacherForcing, TeacherForcingSection
+from fewstep.models.attention import MASKED_KERNEL
 from fewstep.models.blocks import CausalSection
 from fewstep.models.wan.conditioner import LabelCond
 from fewstep.models.wan.parallelize import compile_blocks, divide_tokens
@@ -134,7 +135,7 @@ def copies(role: Role) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return all(torch.equal(tensor.cpu(), other[name].cpu()) for name, tensor in one.items())
 
 
 def toggled(folder: Path, mesh: Mesh) -> None:
@@ -234,6 +235,7 @@ def main() -> None:
     ranks, device, folder, jobs = Ranks.launched(), torch.device(arguments.device), arguments.folder, arguments.jobs
     if device.type == "cuda":
         device = torch.device("cuda", ranks.local)
+        MASKED_KERNEL["cuda"] = "dense"  # Triton multiplies no float64
     how = {"sequence": arguments.sequence, "replicas": arguments.replicas}
     with join(ranks, device, timeout_s=TIMEOUT_S, **how) as mesh:
         assert mesh is not None

@@ -11,7 +11,7 @@ import torch
 from fewstep.checkpoint.save import load_checkpoint, save_checkpoint
 from fewstep.errors import UserErrors
 from fewstep.prepare import prepare
-from tests.engines.rank_worker import ITERATIONS, KEEP, made
+from tests.engines.rank_worker import CPU, ITERATIONS, KEEP, made
 from tests.engines.test_ranks import Ended, assert_close, ended_workers
 from tests.engines.worlds import copied
 from tests.recipes.tiny_runs import World
@@ -32,9 +32,11 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return ended_workers(folder, [*METHODS, "compiled", "--sequence", "2"])
 
 
-def assert_equals_one_process(ended: Ended, method: str, heads: int, world: int = 2) -> None:
+def assert_equals_one_process(
+    ended: Ended, method: str, heads: int, world: int = 2, device: torch.device = CPU
+) -> None:
     assert not any(ended.status), ended.said
-    one = made(method, heads=heads)
+    one = made(method, device=device, heads=heads)
     rows = [one.run(iteration) for iteration in range(ITERATIONS)]
     assert_close(ended.state(method), copied(one.state()))
     for rank in range(world):
@@ -69,11 +71,11 @@ def test_blocks_that_exchange_tokens_compile_into_one_graph_and_equal_the_eager_
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_that_share_the_tokens_of_all_rows_equal_one_process(tmp_path: Path):
-    """NCCL in place of gloo; one process on the CPU."""
+def test_two_gpus_that_share_the_tokens_of_all_rows_equal_one(tmp_path: Path):
+    """NCCL in place of gloo."""
     ended = ended_workers(tmp_path, ["sft", "dmd2_fresh_gan", "consistency", "--sequence", "2"], device="cuda")
     for method in ("sft", "dmd2_fresh_gan", "consistency"):
-        assert_equals_one_process(ended, method, HEADS)
+        assert_equals_one_process(ended, method, HEADS, device=torch.device("cuda", 0))
 
 
 @pytest.mark.thorough
