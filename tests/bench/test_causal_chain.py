@@ -37,6 +37,7 @@ def options(folder: Path, out: str = "out") -> list[str]:
         *(f"data.cache={cache}", f"data.frames={FRAMES}", "observe.tensorboard=false", "checkpoint.every=9"),
         *("--overrides", "teacher", *(f"student.model.{key}={value}" for key, value in MODEL.items())),
         *("--overrides", "ode-*", "method.nodes=4", "method.trajectories.count=2"),
+        *("--overrides", "dmd-[lm]o[nr][ge]*", "iterations=13"),  # the first 12 warm the critic up
         *("--overrides", JUDGED, judged),
     ]
 
