@@ -414,6 +414,12 @@ def test_what_does_not_fit_is_refused_by_its_name(world: World, name: str, overr
     assert any(all(word in error for word in words) for error in errors), errors
 
 
+def test_all_sources_that_are_missing_are_told_at_once(world: World):
+    errors = refused(world, DMD2, "teacher.init=/nowhere/teacher", "student.init=/nowhere/student", "critic.init=/no")
+    for word in ("teacher.init = /nowhere/teacher", "student.init = /nowhere/student", "critic.init = /no:"):
+        assert sum(word in error for error in errors) == 1, (word, errors)
+
+
 def test_everything_that_does_not_fit_is_told_at_once(world: World):
     errors = refused(world, DMD2, "codec.mean=[0.1]", "method.gan.layers=[5]", "data.batch=100", "data.size=32")
     for word in ("teacher: codec", "method.gan.layers", "data.batch = 100"):

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
@@ -94,7 +94,11 @@ def doubts(plan: Plan) -> Iterator[str]:
 
 
 def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
-    """The roles of the method, in its order; the teacher first of all, since others may start from it."""
+    """The roles of the method, in its order; the teacher first of all, since others may start from it.
+
+    Raises UserErrors with all sources that are missing or do not suit.
+    """
+    refuse_missing(recipe, method)
     planned: dict[str, RolePlan] = {}
     if "teacher" in method.roles:
         assert recipe.teacher is not None
@@ -115,6 +119,20 @@ def plan_roles(recipe: Recipe, method: Method) -> dict[str, RolePlan]:
                 schedule=(head and head.schedule) or schedule,
             )
     return {name: planned[name] for name in method.roles if name != "ema"}  # the student, by other weights
+
+
+def refuse_missing(recipe: Recipe, method: Method) -> None:
+    """Raises UserErrors with every source that cannot be opened."""
+    errors: list[str] = []
+    for name in ("teacher", "student", "critic"):
+        section: Any = getattr(recipe, name)
+        if name in method.roles and section is not None and section.init not in ("random", "teacher", "student"):
+            try:
+                _from_source(name, section.init, "ema", recipe.name)
+            except UserError as error:
+                errors.append(str(error))
+    if errors:
+        raise UserErrors(list(dict.fromkeys(errors)))
 
 
 def _trained(

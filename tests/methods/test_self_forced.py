@@ -86,7 +86,8 @@ def test_the_overlap_of_a_later_chunk_is_noised_with_it_and_is_out_of_every_loss
     noise = draw("scores").normal("noise", tuple(rollout.x0.shape[1:]), dtype=DOUBLE)
     for x_t, sigma, _, _ in (asked for model in watched for asked in model.asked):
         level = sigma[:3, :1, None, None, None]
-        assert torch.equal(sigma, sigma[:, :1].expand_as(sigma)) and level.min() > 0
+        assert torch.equal(sigma, sigma[:, :1].expand_as(sigma))
+        assert level.min() > 0
         torch.testing.assert_close(x_t[:3, :3], (1 - level) * before.x0[:, 2:] + level * noise[:, :3])
     assert not scores.gradient[:, :3].any()
     assert scores.gradient[:, 3:].abs().min() > 0
