@@ -46,8 +46,8 @@ class Batch:
 class Rollout:
     """The student's samples, stopped on the way: ``stop`` is the index into the ladder, ``x_stop`` the state there, at
     noise level ``sigma_stop``, and ``x0`` the student's prediction. The first ``given`` frames are not the student's:
-    they were handed to it, clean. Teacher and critic see the first ``clean`` of them clean too; the others, which a chunk
-    of a stream has from the one before it, are noised there like the student's.
+    they were handed to it, clean. Teacher and critic see the first ``clean`` of them clean too; the others, which a
+    chunk of a stream has from the one before it, are noised there like the student's.
 
     Of causal students: ``history`` is the frames as later blocks saw them, where that was not ``x0``. ``windows`` says
     how many blocks were denoised together, window after window, where it was not one by one."""
