@@ -73,7 +73,8 @@ CATCH_UP = 24
 """Updates of the critic before the first one of a student that is tuned further."""
 FRAME_WISE = ("student.causal.block_frames=1",)
 SINK = ("student.causal.window=12", "student.causal.sink=3")
-"""Room for the sink, two blocks that are denoised together, and a finished one before them."""
+ROLLING = ("student.causal.window=9", "sampling.rolling_blocks=2")
+"""Room for two blocks that are denoised together, and a finished one before them."""
 CORE = (
     Kind("teacher", "bidirectional teacher", "sft", steps=(50, 20, 4)),
     Kind("tf", "teacher forcing (TF)", "teacher_forcing", {"student": "teacher"}, steps=(20, 4)),
@@ -89,7 +90,7 @@ CORE = (
 """What is run of one seed before the next one, each after those that it starts from."""
 MORE = (
     dmd("dmd-sink", "cd", "DMD after CD, window and sink", *SINK),
-    dmd("dmd-rolling", "cd", "the same by rolling forcing", *SINK, "sampling.rolling_blocks=2"),
+    dmd("dmd-rolling", "cd", "DMD after CD by rolling forcing, two blocks together", *ROLLING),
     dmd("dmd-2step", "cd", "DMD after CD, 4 steps for the first block", *fewer(2), steps=2),
     dmd("dmd-1step", "cd", "DMD after CD, 4 steps for the first block", *fewer(1), steps=1),
     dmd("dmd-long", "dmd-cd", "DMD after CD, then as long again in streams of 6 chunks", *longer(6, overlap=0)),
