@@ -165,6 +165,29 @@ def test_processes_share_the_work_and_micro_batches_change_nothing(world: Path, 
         torch.testing.assert_close(found, expected, atol=0, rtol=1e-6)
 
 
+def test_processes_that_train_together_wait_for_each_other_outside_of_collectives(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """However unequal their shares: two shards and one. PITFALLS, hangs: a collective's time would be up."""
+    made, console, waits = plan(world, tmp_path / "t"), quiet(), []
+
+    def other(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            generate(made, rank=1, world=2, console=quiet())
+
+    monkeypatch.setattr(trajectories_module.time, "sleep", other)
+    generate(made, rank=0, world=2, console=console, together=True)
+    assert len(waits) == 2
+    assert folder_of(made).missing() == []
+    assert "waiting for 1 shard(s) of other processes" in said(console)
+
+    monkeypatch.setattr(trajectories_module.time, "sleep", waits.append)
+    monkeypatch.setattr(trajectories_module, "STALE_S", 0.01)
+    with pytest.raises(UserError, match=r"2 shard\(s\) of other processes did not come"):
+        generate(plan(world, tmp_path / "alone"), rank=1, world=2, console=console, together=True)
+
+
 def test_more_trajectories_than_items_get_a_noise_of_their_own(world: Path, tmp_path: Path):
     """67 items: trajectory 67 begins the second round."""
     made = plan(world, tmp_path / "t", count=70, shard=70, nodes=4)

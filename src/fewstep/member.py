@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +22,7 @@ from fewstep.config import recipe_type
 from fewstep.data.sources import open_dataset
 from fewstep.engines.mesh import Mesh, Ranks, join
 from fewstep.engines.ray.placement import Group
+from fewstep.errors import UserError
 from fewstep.evaluate.validation import Validator
 from fewstep.observe.loops import telling
 from fewstep.plan import Plan
@@ -82,14 +85,27 @@ class Member:
 
 
 @contextmanager
-def member(values: Mapping[str, Any], place: Path, group: Group, ranks: Ranks, store: Any) -> Iterator[Member]:
+def member(
+    values: Mapping[str, Any], place: Path, home: Path, group: Group, ranks: Ranks, store: Any
+) -> Iterator[Member]:
     """The share of a worker that Ray started, for the recipe of these plain ``values`` and the run in ``place``; what
-    it trains on is made first, where it is missing. ``store``: through which the workers of the group meet."""
+    it trains on is made first, where it is missing. ``store``: through which the workers of the group meet.
+
+    home: the folder that the run was started in, where the paths of a recipe begin; a joined cluster's workers begin
+    elsewhere. Raises UserError where this machine has no such folder, or not the run's.
+    """
+    for folder in (home, place):
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder} is not there on {platform.node()}; all machines of a cluster read the recipe's paths and "
+                "write checkpoints in the folders of the machine that starts the run: share them"
+            )
+    os.chdir(home)
     recipe = recipe_type(tuple(values["plugins"])).model_validate(values)
     plan, engine = prepare(recipe, ranks), recipe.engine
     if plan.device.type == "cpu":
         torch.set_num_threads(max(1, int(group.section.cpus)))
-    generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=True))
+    generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=True), together=True)
     with join(ranks, plan.device, timeout_s=engine.timeout_s, replicas=engine.replicas, store=store) as mesh:
         yield Member(plan, RunFolder(place), mesh, group)
 

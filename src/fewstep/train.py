@@ -60,15 +60,17 @@ def train(plan: Plan, run: RunFolder, *, resume: bool = False, go_on: str = "") 
         except RankError as error:
             if not restarts:
                 raise
-            print(f"{error}\nGoing on from the last checkpoint; restarts left: {restarts - 1}.", file=sys.stderr)
             restarts, resume = restarts - 1, True
+            kept = newest_complete(run.checkpoints)
+            goes = "Going on from the last checkpoint" if kept else "Beginning again, since there is no checkpoint yet"
+            print(f"{error}\n{goes}; restarts left: {restarts}.", file=sys.stderr)
 
 
 def _train(plan: Plan, run: RunFolder, resume: bool, go_on: str) -> bool:
     recipe, ranks = plan.recipe, plan.ranks
     saver, advice = Saver(), f"Go on with: {go_on}"
     if not plan.groups:
-        generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first))
+        generate(plan, rank=ranks.rank, world=ranks.world, console=Console(quiet=not ranks.first), together=True)
     told: dict[str, Any] = {} if ranks.first else {"told": ""}
     with StopRequest(**told) as stop, trainer_of(plan, run, saver, advice, stop) as (trainer, health):
         iteration, time_s = restore(trainer, plan, run) if resume else (0, 0.0)
@@ -112,14 +114,14 @@ def trainer_of(
     found before anything was loaded. ``stop``: where somebody may ask for the end."""
     recipe, ranks = plan.recipe, plan.ranks
     if isinstance(recipe.engine, RaySection):
-        begin: Begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute())
+        begin: Begin = partial(member, recipe.model_dump(mode="json"), run.path.absolute(), Path.cwd())
 
         def cut(iteration: int) -> bool:
             return is_saved(recipe, iteration) or (stop is not None and stop.asked)
 
         with run.lock():
             found = examined(plan, None, run)
-            driver = Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers, cut=cut)
+            driver = Driver(recipe.engine, plan.method, plan.groups, begin, logs=run.workers.absolute(), cut=cut)
             with driver, present(driver.seats, advice):
                 yield driver, found
         return

@@ -31,13 +31,19 @@ from fewstep.plan import Plan
 from fewstep.records import Batch, Trajectory, concat, rows
 from fewstep.rng import Draw
 
+STALE_S, LOOK_S = 3 * 3600.0, 1.0
+"""How long a process waits for a shard of another one, and how often it looks."""
 
-def generate(plan: Plan, *, rank: int = 0, world: int = 1, console: Console | None = None) -> None:
+
+def generate(
+    plan: Plan, *, rank: int = 0, world: int = 1, console: Console | None = None, together: bool = False
+) -> None:
     """Makes the trajectories of the plan that are not on the disk yet; nothing, if its method trains on none.
 
     Process ``rank`` of ``world`` makes the shards rank, rank + world, ..., so any number of processes can share the
     work, and what one leaves another makes: a trajectory is a function of its number. Ctrl-C ends it with finished
-    shards kept. Raises UserErrors if the folder of the recipe holds other trajectories, UserError if the disk is full.
+    shards kept. together: all of them train on what is made, and each waits here for the shards of the others. Raises
+    UserErrors if the folder of the recipe holds other trajectories, UserError if the disk is full.
     """
     if not isinstance(plan.method, OdeInit):
         return
@@ -57,7 +63,26 @@ def generate(plan: Plan, *, rank: int = 0, world: int = 1, console: Console | No
             for shard in mine:
                 folder.write(shard, make(plan, plan.method, teacher, folder, shard))
                 line.update(len(folder.numbers(shard)))
+    if together:
+        _await_others(folder, console)
     _say(console, _state(folder))
+
+
+def _await_others(folder: TrajectoryFolder, console: Console) -> None:
+    """Until the shards of the other processes are there, however unequal the shares: nobody is to wait in a collective
+    for work of hours. Raises UserError where none has come for ``STALE_S``."""
+    missing, since = folder.missing(), time.monotonic()
+    if missing:
+        _say(console, f"waiting for {len(missing)} shard(s) of other processes")
+    while missing and time.monotonic() - since < STALE_S:
+        time.sleep(LOOK_S)
+        before, missing = len(missing), folder.missing()
+        since = time.monotonic() if len(missing) < before else since
+    if missing:
+        raise UserError(
+            f"{folder.path}: {len(missing)} shard(s) of other processes did not come in {STALE_S / 3600:g} hours; all "
+            "processes must write to this one folder. Start it again: it makes what is missing"
+        )
 
 
 def folder_of(plan: Plan) -> TrajectoryFolder:

@@ -65,7 +65,7 @@ def test_a_plan_ends_with_the_command_that_starts_its_best_layout():
         (Layout(8), "torchrun --nproc-per-node 8 -m "),
         (
             Layout(12),
-            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500 -m -- ",
+            "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500 -m -- ",
         ),
     ],
 )
@@ -193,6 +193,39 @@ def test_a_layout_says_what_to_write(video):
         "engine.overlap=true",
     ]
     assert all(layout.gpus == 4 for layout in layouts(video, 4))
+
+
+def test_a_plan_offers_nothing_that_train_refuses():
+    """CUDA graphs on ranks, overlap of streams, asynchronous saves and leftover groups of Ray, tokens that do not
+    divide."""
+    small = planner("wan_small/dmd2_4step")
+    assert Layout(2).overrides(small.sizes.recipe) == ["engine.compile=blocks"]
+    assert not small.graphs(Layout(2))
+    streams = planner("wan_nano_video/long_tuning")
+    assert {layout.overlap for layout in layouts(streams, 2)} == {False}
+    saving = planner("wan_small/dmd2_4step", "checkpoint.asynchronous=true")
+    assert {layout.engine for layout in layouts(saving, 4)} == {"process"}
+    groups = "engine={name: ray, layout: split, micro_batch: 2, groups: {critic: {gpus: 1}, student: {gpus: 1}}}"
+    grouped = planner("wan_nano/dmd2", groups)
+    assert Layout(1, micro_batch=2).overrides(grouped.sizes.recipe) == ["engine='{micro_batch: 2}'"]
+    name, shape = "wan_1_3b_video/diffusion_forcing", (21, 16, 30, 52)
+    odd = Planner(sizes_of(load_recipe(shipped_recipes()[name]), shape=shape, find=run_recipe), H200)
+    assert "390 tokens of a frame" in odd.estimate(Layout(4, sequence=4)).problem
+    assert not odd.estimate(Layout(4, sequence=2)).problem
+
+
+def test_a_batch_that_no_number_of_ranks_can_share_is_refused_before_anything_is_counted():
+    text = call("plan", "wan_1_3b_video/self_forcing", "--gpus", "1024", code=2)
+    assert "a batch of 64 does not divide" in text
+    assert "data.batch=1024" in text
+
+
+def test_a_plan_is_of_the_precision_of_the_recipe():
+    half, single = (
+        json.loads(call("plan", "wan_nano/sft", f"engine.precision={name}", "--gpus", "1", "--json"))
+        for name in ("bfloat16", "float32")
+    )
+    assert half["layouts"][0]["memory_gib"] < single["layouts"][0]["memory_gib"]
 
 
 def test_a_rollout_gathers_all_weights_once_unless_the_recipe_says_otherwise():

@@ -48,11 +48,10 @@ PLAIN = [name for name in CASES if name != "dmd2_skips"]
 SPLIT = [name for name in PLAIN if name not in ("sft", "diffusion_forcing", "teacher_forcing", "ode_init")]
 """Methods with roles beside the student."""
 ALWAYS = {
-    "shared": ("sft", "diffusion_forcing", "teacher_forcing", "ode_init", "dmd2_separate"),
+    "shared": ("self_forcing", "sft", "diffusion_forcing", "teacher_forcing", "ode_init", "dmd2_separate"),
     "split 2 + 1": ("dmd2_fresh_gan", "consistency", "streams"),
     "colocated": ("dmd2_shared", "sid_gan_on_teacher"),
     "overlap": ("dmd2_fresh_gan",),
-    "split+rollout": ("self_forcing",),
     "overlap split+rollout": ("dmd2_shared",),
 }
 """What the suite runs every time: each method once; the other pairs are ``thorough``."""
@@ -334,5 +333,5 @@ def test_a_worker_that_fails_or_stalls_is_named_and_none_is_left(
 
 
 def test_the_suite_runs_each_method_on_ray_once_every_time():
-    equal = [case for layout in ("shared", "split 2 + 1", "colocated", "split+rollout") for case in ALWAYS[layout]]
+    equal = [case for layout in ("shared", "split 2 + 1", "colocated") for case in ALWAYS[layout]]
     assert sorted(equal) == sorted(PLAIN)

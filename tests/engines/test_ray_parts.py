@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from pydantic import ValidationError
 
 from fewstep.config import load_recipe
 from fewstep.describe import describe
-from fewstep.engines.ray.placement import RaySection, groups_of, split
+from fewstep.engines.mesh import Ranks
+from fewstep.engines.ray.placement import Group, GroupSection, RaySection, groups_of, split
 from fewstep.engines.ray.schedule import Step, early, in_turns, leading, steps
 from fewstep.engines.ray.transport import Parcel, joined, meets, packed, unpacked
 from fewstep.errors import UserError, UserErrors
+from fewstep.member import member
 from fewstep.methods.api import Phase
 from fewstep.methods.consistency import Consistency, ConsistencySection
 from fewstep.methods.sft import SFT, SFTSection
@@ -198,7 +202,7 @@ def test_groups_that_do_not_suit_the_layout_are_refused(settings: dict[str, Any]
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["engine.groups.all={gpus: 2}"], ["engine.groups.all.gpus = 2", "{workers: 2}", "1 CPU cores"]),
+        (["engine.groups.all={gpus: 2}"], ["engine.groups.all.gpus = 2", "write engine.groups.all='{workers: 2}'"]),
         (["engine.groups.all={workers: 3}", "data.batch=4"], ["data.batch = 4", "multiple of 3", "group 'all'"]),
     ],
 )
@@ -207,6 +211,20 @@ def test_groups_that_do_not_suit_the_machine_or_the_batch_are_refused_before_ray
     with pytest.raises(UserError) as caught:
         prepare(world.recipe("wan_nano/sft", "engine.name=ray", "engine.device=cpu", *more))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_worker_goes_to_the_folder_where_the_run_was_started_and_misses_it_by_name(tmp_path, monkeypatch):
+    """Those of a joined cluster begin where Ray was started; recipes hold paths from the folder of the run."""
+    world = World.make(tmp_path / "world")
+    values = world.recipe("wan_nano/sft", "engine.device=cpu", "validation=null").model_dump(mode="json")
+    run, group = tmp_path / "run", Group("all", ("student",), GroupSection(workers=1))
+    (tmp_path / "started").mkdir()
+    monkeypatch.chdir(tmp_path / "started")
+    with pytest.raises(UserError, match=f"{run} is not there on .*: share them"), ExitStack() as stack:
+        stack.enter_context(member(values, run, tmp_path, group, Ranks(0, 1), None))
+    run.mkdir()
+    with member(values, run, tmp_path, group, Ranks(0, 1), None):
+        assert Path.cwd() == tmp_path
 
 
 def test_ray_under_torchrun_is_refused(tmp_path, monkeypatch):

@@ -155,7 +155,7 @@ def test_tiles_found_from_frames_are_those_found_pair_by_pair(frame_tokens, teac
     assert found.seq_lengths == expected.seq_lengths
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # one size of it, through the network: test_causal.py
 def test_the_padded_kernel_equals_the_dense_result(unchecked_shapes):
     """Invariant 17: 129 frames of one token, forward of the compiled kernel on CPU."""
     mask = forcing_mask((1,) * 129, 1, 6, 2, teacher=True)

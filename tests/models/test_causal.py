@@ -154,7 +154,9 @@ def test_one_block_as_long_as_the_clip_is_the_bidirectional_network():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frames", [127, 128, 129])
+@pytest.mark.parametrize(
+    "frames", [pytest.param(n, marks=[pytest.mark.thorough] * (n != 129)) for n in (127, 128, 129)]
+)
 def test_any_token_count_through_the_padded_kernel_equals_the_dense_mask(frames, monkeypatch, unchecked_shapes):
     """Invariant 17: 2x2 latents, one token a frame, through FlexAttention."""
     network = causal(torch.float32, block_frames=1, window=7, sink=2)

@@ -43,22 +43,26 @@ def plan(
     Nothing is loaded, neither weights nor data need to be there: the phases of the method run on networks that count
     instead of computing. Times are estimates, fitted to measured runs; docs/scaling.md says how far they are off.
     """
+    import torch
+
     from fewstep.config import load_recipe
     from fewstep.costs.estimate import Planner
     from fewstep.costs.layouts import EXTRA, ranked
     from fewstep.costs.sizes import sizes_of
     from fewstep.costs.told import as_plain, best_rows, layout_rows, phase_rows
     from fewstep.devices import kind_of
+    from fewstep.engines.device import PRECISIONS
 
     device = kind_of(kind)
     loaded = load_recipe(recipe_path(recipe), overrides or [])
     sizes = sizes_of(loaded, size=size, shape=_shape(shape), find=run_recipe)
-    planner = Planner(sizes, device, host_gpus=host_gpus)
-    found = ranked(planner, gpus)
+    precision = PRECISIONS.get(loaded.engine.precision, torch.bfloat16)  # auto, on a GPU
+    planner = Planner(sizes, device, host_gpus=host_gpus, precision=precision)
+    found = ranked(planner, gpus) if divides(loaded.data.batch, gpus, host_gpus) else []
     if not found:
         raise UserError(
             f"--gpus {gpus}: a batch of {loaded.data.batch} does not divide among so many ranks; write a number of "
-            "GPUs that divides data.batch, or another data.batch"
+            f"GPUs that divides data.batch, or data.batch={-(-loaded.data.batch // gpus) * gpus}"
         )
     if as_json:
         typer.echo(json.dumps(as_plain(planner, found), indent=1))
@@ -101,13 +105,21 @@ def plan(
     say(f"{where}: {launcher(best.layout, host_gpus)}fewstep train {' '.join(words)}")
 
 
+def divides(batch: int, gpus: int, host_gpus: int) -> bool:
+    """Whether some ranks, as many as share rows or fewer, can have equal parts of a batch."""
+    shared = [count for count in (1, 2, 4, 8) if gpus % count == 0 and count <= host_gpus]
+    sizes = {gpus // count for count in shared} | {gpus // 4, gpus // 2, 3 * gpus // 4} - {0}
+    return any(batch % size == 0 for size in sizes)
+
+
 def launcher(layout: Layout, host_gpus: int) -> str:
     """What stands before the command that trains in this layout; Ray starts its workers itself."""
     if layout.engine != "process" or layout.gpus == 1:
         return ""
     if layout.gpus <= host_gpus:
         return f"torchrun --nproc-per-node {layout.gpus} -m "
-    hosts = f"--nnodes {-(-layout.gpus // host_gpus)} --nproc-per-node {host_gpus}"
+    each = max(count for count in range(1, host_gpus + 1) if layout.gpus % count == 0)
+    hosts = f"--nnodes {layout.gpus // each} --nproc-per-node {each}"
     return f"torchrun {hosts} --rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500 -m -- "
 
 

@@ -80,6 +80,10 @@ class Planner:
             for name, size in self.sizes.roles.items()
         }
 
+    def graphs(self, layout: Layout) -> bool:
+        """Whether networks run as CUDA graphs, which one process alone can; several compile block by block."""
+        return self.compile == "graphs" and layout.gpus == 1
+
     def traced(self, recompute: bool) -> list[PhaseCost]:
         if recompute not in self._traces:
             sizes = self.sizes

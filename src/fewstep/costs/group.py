@@ -55,9 +55,7 @@ class Group:
         ranks = gpus // layout.sequence
         self.rows = planner.batch // max(ranks, 1)
         self.links = Links(planner.kind, planner.host_gpus, self.shards, layout.replicas, layout.sequence)
-        self.machine = Machine(
-            planner.kind, planner.fitted, planner.precision, planner.compile == "graphs", layout.sequence
-        )
+        self.machine = Machine(planner.kind, planner.fitted, planner.precision, planner.graphs(layout), layout.sequence)
 
     @property
     def problem(self) -> str:
@@ -72,6 +70,9 @@ class Group:
         heads = [size.section.architecture.heads for size in planner.sizes.roles.values() if size.section is not None]
         if any(count % layout.sequence for count in heads):
             return f"{heads} heads do not divide among {layout.sequence} ranks"
+        tokens = [size.frame_tokens(planner.sizes.shape) for size in planner.sizes.roles.values()]
+        if odd := [count for count in tokens if count % layout.sequence]:
+            return f"{odd[0]} tokens of a frame do not divide among {layout.sequence} ranks"
         return ""
 
     @cached_property

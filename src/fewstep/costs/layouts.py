@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from fewstep.config import Recipe
+from fewstep.engines.api import EngineSection
+from fewstep.misfits import as_override
 
 if TYPE_CHECKING:
     from fewstep.costs.estimate import Estimate, Planner
@@ -54,6 +56,12 @@ class Layout:
         wanted = {name: getattr(self, name) for name in ("replicas", "sequence", "offload", "recompute", "micro_batch")}
         changed = {name: value for name, value in wanted.items() if getattr(recipe.engine, name) != value}
         words = [f"engine.{name}={'null' if v is None else str(v).lower()}" for name, v in changed.items()]
+        if self.gpus > 1 and recipe.engine.compile == "graphs":
+            words.append("engine.compile=blocks")
+        if self.engine == "process" and recipe.engine.name == "ray":
+            kept = recipe.engine.model_dump(mode="json", exclude_defaults=True)
+            alike = {key: value for key, value in kept.items() if key in EngineSection.model_fields and key != "name"}
+            words.insert(0, as_override("engine", alike))
         return words + self.groups()
 
     def groups(self) -> list[str]:
@@ -79,14 +87,16 @@ def layouts(planner: Planner, gpus: int) -> Iterator[Layout]:
     hosts = math.ceil(gpus / planner.host_gpus)
     replicas = sorted({1, hosts} if gpus > planner.host_gpus else {1})
     sequences = [n for n in (1, 2, 4, 8) if n <= min(gpus, planner.host_gpus)] if video else [1]
-    micro: Sequence[int | None] = (None, 8, 4, 2, 1) if recipe.engine.compile != "graphs" else (None,)
+    graphs = recipe.engine.compile == "graphs" and gpus == 1
+    micro: Sequence[int | None] = (None,) if graphs else (None, 8, 4, 2, 1)
     engines = [Layout(gpus, replicas=r, sequence=s) for r in replicas for s in sequences]
-    if "critic" in planner.sizes.roles:
+    if "critic" in planner.sizes.roles and not recipe.checkpoint.asynchronous:
+        overlaps = (False, True) if recipe.sampling.stream_chunks == 1 else (False,)
         for critic in sorted({gpus // 4, gpus // 2, 3 * gpus // 4} - {0, gpus}):
-            engines += [Layout(gpus, "split", critic, overlap) for overlap in (False, True)]
+            engines += [Layout(gpus, "split", critic, overlap) for overlap in overlaps]
         engines.append(Layout(gpus, "colocated"))
     for layout in engines:
-        for offload in (False, True) if layout.engine == "process" and recipe.engine.compile != "graphs" else (False,):
+        for offload in (False, True) if layout.engine == "process" and not graphs else (False,):
             for recompute in (False, True):
                 for size in micro:
                     yield replace(layout, offload=offload, recompute=recompute, micro_batch=size)

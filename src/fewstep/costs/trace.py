@@ -40,6 +40,13 @@ class Sized:
     reads: str = ""
     num_features: int = 1
 
+    def frame_tokens(self, shape: tuple[int, int, int, int]) -> int:
+        """Of a frame of samples (frames, channels, height, width); 0 for the discriminator."""
+        if self.section is None:
+            return 0
+        _, rows, columns = self.section.architecture.patch
+        return (shape[2] // rows) * (shape[3] // columns)
+
 
 @dataclass(frozen=True)
 class Setting:

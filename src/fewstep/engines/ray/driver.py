@@ -109,12 +109,12 @@ class Driver:
         needed = sum(self._ask(group, "size_bytes")[0] for group in self._workers)
         with checkpoint_folder(checkpoints, meta.iteration, meta.to_json(), keep, needed) as folder:
             for group in self._workers:
-                self._ask(group, "save", str(folder))
+                self._ask(group, "save", str(folder.absolute()))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Every group reads the files of its roles."""
         for group in self._workers:
-            self._ask(group, "load", str(checkpoint.path))
+            self._ask(group, "load", str(checkpoint.path.absolute()))
         self._stale = ROLLOUT in self._workers
 
     def __enter__(self) -> Driver:

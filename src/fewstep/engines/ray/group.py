@@ -119,11 +119,12 @@ class Workers:
         """What a worker says while it starts. Raises WorkerError."""
         try:
             return ray.get(call, timeout=START_S)
-        except RayActorError:
-            fate = "died while it started: killed, or crashed"
+        except RayActorError as error:
+            said = last_words(self._logs[rank]) or f"; Ray says: {_end_of(error)}"
+            fate = f"died while it started: killed, or crashed{said}"
         except GetTimeoutError:
-            fate = f"did not start within {START_S:.0f} s"
-        raise WorkerError(f"worker {self.group.name}/{rank} {fate}{last_words(self._logs[rank])}")
+            fate = f"did not start within {START_S:.0f} s{last_words(self._logs[rank])}"
+        raise WorkerError(f"worker {self.group.name}/{rank} {fate}")
 
     def call(self, method: str, *arguments: Any) -> dict[Any, Seat]:
         """The same call on every worker: what each will return, and who returns it."""
@@ -139,6 +140,11 @@ class Workers:
             done, *sent = made if returns else [made]
             found.append((done, seat, sent))
         return found
+
+
+def _end_of(error: Exception) -> str:
+    """The last lines of what Ray says, where the cause stands."""
+    return " | ".join([line.strip() for line in str(error).splitlines() if line.strip()][-3:])
 
 
 def settle(calls: Mapping[Any, Seat], seats: Iterable[Seat], limit_s: float | None = None) -> None:

@@ -238,12 +238,12 @@ def _refuse_device(group: Group, device: torch.device) -> None:
     if device.type == "cpu" and section.gpus is not None:
         raise UserError(
             f"engine.groups.{group.name}.gpus = {section.gpus}: the networks compute on the CPU here; write "
-            f"engine.groups.{group.name}={{workers: {section.gpus}}}, each of which takes {section.cpus:g} CPU cores"
+            f"engine.groups.{group.name}='{{workers: {section.gpus}}}'"
         )
     if device.type == "cuda" and section.workers is not None:
         raise UserError(
             f"engine.groups.{group.name}.workers = {section.workers}: a worker computes on a GPU here; write "
-            f"engine.groups.{group.name}={{gpus: {section.workers}}}, or engine.device=cpu"
+            f"engine.groups.{group.name}='{{gpus: {section.workers}}}', or engine.device=cpu"
         )
 
 
