@@ -91,7 +91,7 @@ def test_an_iteration_has_as_many_operations_as_torch_counts(case):
 
 
 @pytest.mark.parametrize("causal", [CausalSection(block_frames=1), CausalSection(block_frames=2, window=4, sink=1)])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_self_forcing_iteration_has_as_many_operations_as_torch_counts(causal, steps):
     """Blocks against histories, copies of windows, the student's update of all blocks at once."""
     shape = (6, *SHAPE[1:])

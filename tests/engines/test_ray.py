@@ -52,7 +52,6 @@ ALWAYS = {
     "split 2 + 1": ("dmd2_fresh_gan", "consistency", "streams"),
     "colocated": ("dmd2_shared", "sid_gan_on_teacher"),
     "overlap": ("dmd2_fresh_gan",),
-    "overlap split+rollout": ("dmd2_shared",),
 }
 """What the suite runs every time: each method once; the other pairs are ``thorough``."""
 
@@ -269,7 +268,7 @@ def test_one_process_and_groups_of_workers_go_on_from_each_other(fleet: Fleet, t
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("shared+rollout", marks=pytest.mark.thorough), "overlap split+rollout"]
+    "layout", [pytest.param("overlap split+rollout", marks=pytest.mark.thorough), "shared+rollout"]
 )
 def test_workers_that_roll_out_go_on_from_what_one_process_saved(fleet: Fleet, tmp_path: Path, layout: str):
     """Whatever they have rolled out before."""

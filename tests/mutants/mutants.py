@@ -316,17 +316,17 @@ CAUSAL_METHODS = (
            "return sid_loss(x0.detach(), x0_teacher",
            ("methods/test_sid.py::test_the_gradient_agrees_with_finite_differences_of_the_loss",)),
     Mutant("scores-of-noised-given-frames", "methods/dmd2.py",
-           '"sigma", rollout.x0, rollout.given)',
+           '"sigma", rollout.x0, rollout.clean)',
            '"sigma", rollout.x0)',
            ("methods/test_given_frames.py::"
             "test_the_dmd_gradient_is_that_of_a_mean_over_the_frames_that_the_student_made",)),
     Mutant("critic-learns-given-frames", "methods/dmd2.py",
-           "batch.cond, given=given)}",
+           "batch.cond, given=rollout.given)}",
            "batch.cond, given=0)}",
            ("methods/test_given_frames.py::"
             "test_the_critics_loss_is_the_mean_over_the_frames_that_the_student_made",)),
     Mutant("gradient-on-given-frames", "methods/dmd2.py",
-           "gradient[:, :given] = 0",
+           "gradient[:, : rollout.given] = 0",
            "gradient[:, :0] = 0",
            ("methods/test_given_frames.py::"
             "test_the_sid_loss_is_the_mean_over_the_frames_that_the_student_made",)),
