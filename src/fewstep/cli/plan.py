@@ -58,7 +58,7 @@ def plan(
     sizes = sizes_of(loaded, size=size, shape=_shape(shape), find=run_recipe)
     precision = PRECISIONS.get(loaded.engine.precision, torch.bfloat16)  # auto, on a GPU
     planner = Planner(sizes, device, host_gpus=host_gpus, precision=precision)
-    found = ranked(planner, gpus) if divides(loaded.data.batch, gpus, host_gpus) else []
+    found = ranked(planner, gpus)
     if not found:
         raise UserError(
             f"--gpus {gpus}: a batch of {loaded.data.batch} does not divide among so many ranks; write a number of "
@@ -103,13 +103,6 @@ def plan(
     words = [recipe, *map(shlex.quote, overrides or []), *best.layout.overrides(loaded)]
     where = "On every machine" if gpus > host_gpus and best.layout.engine == "process" else "Start it"
     say(f"{where}: {launcher(best.layout, host_gpus)}fewstep train {' '.join(words)}")
-
-
-def divides(batch: int, gpus: int, host_gpus: int) -> bool:
-    """Whether some ranks, as many as share rows or fewer, can have equal parts of a batch."""
-    shared = [count for count in (1, 2, 4, 8) if gpus % count == 0 and count <= host_gpus]
-    sizes = {gpus // count for count in shared} | {gpus // 4, gpus // 2, 3 * gpus // 4} - {0}
-    return any(batch % size == 0 for size in sizes)
 
 
 def launcher(layout: Layout, host_gpus: int) -> str:

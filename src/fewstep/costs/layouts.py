@@ -74,6 +74,11 @@ class Layout:
         words = ["engine.name=ray", f"engine.layout={self.engine}", f"'engine.groups={sizes}'"]
         return words + ["engine.overlap=true"] * self.overlap
 
+    def shares(self, batch: int) -> bool:
+        """Whether the ranks of every group get equal parts of a batch."""
+        sizes = (self.critic_gpus, self.gpus - self.critic_gpus) if self.engine == "split" else (self.gpus,)
+        return all(size % self.sequence == 0 and batch % (size // self.sequence) == 0 for size in sizes)
+
     @property
     def extras(self) -> int:
         """How many things it does beside the plain one."""
@@ -106,6 +111,8 @@ def ranked(planner: Planner, gpus: int) -> list[Estimate]:
     """Every layout that can be, the fastest that fits first, then those that do not fit, the smallest first."""
     found = {}
     for layout in layouts(planner, gpus):
+        if not layout.shares(planner.batch):  # known before anything is counted
+            continue
         estimate = planner.estimate(layout)
         if not estimate.problem:
             rows = max((phase.rows for phase in estimate.phases), default=0)
